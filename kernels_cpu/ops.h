@@ -1,0 +1,166 @@
+/* The float operations of a kernel set besides the products, in plain C. Each set's file includes this and compiles
+ * it with its own flags. The 16 lanes are written out as arrays, so that the order of additions is the same
+ * whatever the vector width; multiply-adds are fmaf, one rounding everywhere. */
+#ifndef CASS_OPS_H
+#define CASS_OPS_H
+
+#include <math.h>
+
+#include "kernels.h"
+
+enum { LANES = 16 };
+
+/* Sum of 16 lanes, pairwise. */
+static inline float ops_sum_lanes(const float *lane) {
+  float s[8];
+  for (int i = 0; i < 8; i++)
+    s[i] = lane[i] + lane[i + 8];
+  for (int i = 0; i < 4; i++)
+    s[i] = s[i] + s[i + 4];
+  return (s[0] + s[2]) + (s[1] + s[3]);
+}
+
+/* e^x to about 1 ulp: x = n ln 2 + r, |r| <= ln(2) / 2, a polynomial in r (coefficients: Taylor, degree 7). Below -87 it is 0; x <= 88. */
+static inline float ops_exp(float x) {
+  float clamped = x < -87.0f ? -87.0f : x;
+  float n = fmaf(clamped, 1.44269504088896341f, 12582912.0f) - 12582912.0f; /* rint, by the magic number 1.5 * 2^23 */
+  float r = fmaf(n, -0.693359375f, clamped);
+  r = fmaf(n, 2.12194440e-4f, r);
+  float p = 1.98412698e-4f;
+  p = fmaf(p, r, 1.38888889e-3f);
+  p = fmaf(p, r, 8.33333333e-3f);
+  p = fmaf(p, r, 4.16666667e-2f);
+  p = fmaf(p, r, 1.66666667e-1f);
+  p = fmaf(p, r, 0.5f);
+  p = fmaf(p, r, 1.0f);
+  p = fmaf(p, r, 1.0f);
+  float scaled = p * f32_from_bits((uint32_t)((int32_t)n + 127) << 23);
+  return x < -87.0f ? 0.0f : scaled;
+}
+
+static void ops_rmsnorm(float *out, const float *x, const uint16_t *weight, uint32_t n, float eps) {
+  float lane[LANES] = {0};
+  uint32_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int l = 0; l < LANES; l++)
+      lane[l] = fmaf(x[i + l], x[i + l], lane[l]);
+  for (int l = 0; i + l < n; l++)
+    lane[l] = fmaf(x[i + l], x[i + l], lane[l]);
+  float scale = 1.0f / sqrtf(ops_sum_lanes(lane) / (float)n + eps);
+  for (uint32_t j = 0; j < n; j++)
+    out[j] = bf16_to_f32(weight[j]) * (x[j] * scale);
+}
+
+static void ops_rope(float *x, uint32_t n_head, uint32_t n, const float *cos_sin) {
+  const float *cosine = cos_sin, *sine = cos_sin + n / 2;
+  for (uint32_t h = 0; h < n_head; h++) {
+    float *restrict a = x + (size_t)h * n, *restrict b = a + n / 2;
+    for (uint32_t i = 0; i < n / 2; i++) {
+      float u = a[i], v = b[i];
+      a[i] = fmaf(u, cosine[i], -(v * sine[i]));
+      b[i] = fmaf(v, cosine[i], u * sine[i]);
+    }
+  }
+}
+
+static void ops_swiglu(float *gate, const float *up, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    float x = gate[i] > 80.0f ? 80.0f : gate[i]; /* silu is x there; e^-x must stay finite */
+    x = x < -80.0f ? -80.0f : x;
+    gate[i] = gate[i] / (1.0f + ops_exp(-x)) * up[i];
+  }
+}
+
+static void ops_add(float *x, const float *y, size_t n) {
+  for (size_t i = 0; i < n; i++)
+    x[i] += y[i];
+}
+
+static void ops_add_bf16(float *x, const uint16_t *b, size_t n) {
+  for (size_t i = 0; i < n; i++)
+    x[i] += bf16_to_f32(b[i]);
+}
+
+static void ops_to_bf16(uint16_t *out, const float *x, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    uint32_t u = f32_bits(x[i]);
+    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    out[i] = (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? u >> 16 | 0x40u : rounded);
+  }
+}
+
+static inline float ops_dot_bf16(const float *q, const uint16_t *k, uint32_t n) {
+  float lane[LANES] = {0};
+  uint32_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int l = 0; l < LANES; l++)
+      lane[l] = fmaf(q[i + l], bf16_to_f32(k[i + l]), lane[l]);
+  for (int l = 0; i + l < n; l++)
+    lane[l] = fmaf(q[i + l], bf16_to_f32(k[i + l]), lane[l]);
+  return ops_sum_lanes(lane);
+}
+
+/* Softmax over scores[0..n): 16 strided partial sums. */
+static inline void ops_softmax(float *s, uint32_t n) {
+  float top = s[0], lane[LANES] = {0};
+  for (uint32_t i = 1; i < n; i++)
+    top = s[i] > top ? s[i] : top;
+  uint32_t padded = (n + LANES - 1) / LANES * LANES;
+  for (uint32_t i = n; i < padded; i++)
+    s[i] = -INFINITY;
+  for (uint32_t i = 0; i < padded; i += LANES)
+    for (int l = 0; l < LANES; l++) {
+      s[i + l] = ops_exp(s[i + l] - top);
+      lane[l] += s[i + l];
+    }
+  float inverse = 1.0f / ops_sum_lanes(lane);
+  for (uint32_t i = 0; i < n; i++)
+    s[i] *= inverse;
+}
+
+static void ops_attention(const AttentionArgs *a) {
+  for (uint32_t p = 0; p < a->n_pos; p++)
+    a->scores[p] = ops_dot_bf16(a->q, a->k + p * a->stride, a->head_dim) * a->scale;
+  ops_softmax(a->scores, a->n_pos);
+  for (uint32_t i = 0; i < a->head_dim; i++)
+    a->out[i] = 0;
+  for (uint32_t p = 0; p < a->n_pos; p++) {
+    const uint16_t *v = a->v + p * a->stride;
+    float w = a->scores[p], *restrict out = a->out;
+    for (uint32_t i = 0; i < a->head_dim; i++)
+      out[i] = fmaf(w, bf16_to_f32(v[i]), out[i]);
+  }
+}
+
+static inline void ops_quantize_group(int8_t *q, float *scale, int32_t *sum, const float *x) {
+  float top = 0;
+  for (int k = 0; k < NEST_COLS; k++) {
+    float v = fabsf(x[k]);
+    top = v > top ? v : top;
+  }
+  float inverse = top > 0 ? 127.0f / top : 0.0f;
+  inverse = inverse > 3e38f ? 0.0f : inverse; /* denormal activations */
+  int32_t total = 0;
+  for (int k = 0; k < NEST_COLS; k++) {
+    float r = (x[k] * inverse + 12582912.0f) - 12582912.0f;
+    int32_t v = (int32_t)r;
+    q[k] = (int8_t)v;
+    total += v;
+  }
+  *sum = total;
+  *scale = top * (1.0f / 8890.0f);
+}
+
+static void ops_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+  for (uint32_t i = 0; i < m; i++)
+    for (uint32_t g = 0; g < n_group; g++) {
+      size_t at = (size_t)i * n_group + g;
+      ops_quantize_group(q->q + at * NEST_COLS, q->scale + at, q->sum + at, x + i * ldx + (size_t)g * NEST_COLS);
+    }
+}
+
+#define OPS_TABLE                                                                                                      \
+  .quantize = ops_quantize, .rmsnorm = ops_rmsnorm, .rope = ops_rope, .swiglu = ops_swiglu, .add = ops_add,            \
+  .add_bf16 = ops_add_bf16, .to_bf16 = ops_to_bf16, .attention = ops_attention
+
+#endif

@@ -1,0 +1,70 @@
+/* The specification of a kernel set, in plain C. */
+#include "ops.h"
+#include "sets.h"
+
+static void decode_tile(const Matrix *w, size_t t, TilePairs out) {
+  if (w->codec == PYCASS_CODEC_NEST)
+    nest_decode_tile(w, t, out);
+  else
+    raw_decode_tile(w, t, out);
+}
+
+static void matmul(float *y, size_t ldy, const Matrix *w, const float *x, size_t ldx, uint32_t m, uint32_t block0,
+                   uint32_t block1) {
+  for (uint32_t block = block0; block < block1; block++) {
+    for (uint32_t i = 0; i < m; i++)
+      memset(y + i * ldy + (size_t)block * NEST_ROWS, 0, NEST_ROWS * sizeof *y);
+    /* s1 waits in an array, s0 in y */
+    float s1[64][NEST_ROWS];
+    for (uint32_t i0 = 0; i0 < m; i0 += 64) {
+      uint32_t count = m - i0 < 64 ? m - i0 : 64;
+      memset(s1, 0, sizeof s1);
+      for (uint32_t g = 0; g < w->n_group; g++) {
+        TilePairs tile;
+        decode_tile(w, (size_t)block * w->n_group + g, tile);
+        for (uint32_t i = 0; i < count; i++) {
+          const float *xg = x + (i0 + i) * ldx + (size_t)g * NEST_COLS;
+          float *s0 = y + (i0 + i) * ldy + (size_t)block * NEST_ROWS;
+          for (uint32_t p = 0; p < 32; p++)
+            for (uint32_t r = 0; r < NEST_ROWS; r++) {
+              s0[r] = fmaf(bf16_to_f32(tile[p][r][0]), xg[p / 4 * 8 + p % 4], s0[r]);
+              s1[i][r] = fmaf(bf16_to_f32(tile[p][r][1]), xg[p / 4 * 8 + p % 4 + 4], s1[i][r]);
+            }
+        }
+      }
+      for (uint32_t i = 0; i < count; i++)
+        for (uint32_t r = 0; r < NEST_ROWS; r++)
+          y[(i0 + i) * ldy + (size_t)block * NEST_ROWS + r] += s1[i][r];
+    }
+  }
+}
+
+/* Integer dot product of row r of tile t with q [64]. */
+static int32_t draft_dot(const uint8_t *a, uint32_t r, const int8_t *q) {
+  int32_t sum = 0;
+  for (uint32_t j = 0; j < 8; j++)
+    for (uint32_t b = 0; b < 4; b++) {
+      uint8_t v = a[64 * j + 4 * r + b];
+      int32_t low = nest_magnitude[v & 7], high = nest_magnitude[v >> 4 & 7];
+      sum += (v & 8 ? -low : low) * q[8 * j + 2 * b] + (v & 128 ? -high : high) * q[8 * j + 2 * b + 1];
+    }
+  return sum;
+}
+
+static void matmul_draft(float *y, size_t ldy, const Matrix *w, const QuantActs *q, uint32_t m, uint32_t block0,
+                         uint32_t block1) {
+  for (uint32_t block = block0; block < block1; block++)
+    for (uint32_t i = 0; i < m; i++)
+      for (uint32_t r = 0; r < NEST_ROWS; r++) {
+        float s = 0;
+        for (uint32_t g = 0; g < w->n_group; g++) {
+          size_t t = (size_t)block * w->n_group + g, at = (size_t)i * w->n_group + g;
+          float scale = q->scale[at] * f32_from_bits((uint32_t)w->x[16 * t + r] << 23);
+          s = fmaf((float)draft_dot(w->a + 512 * t, r, q->q + at * NEST_COLS), scale, s);
+        }
+        y[i * ldy + (size_t)block * NEST_ROWS + r] = s;
+      }
+}
+
+const Kernels kernels_scalar = {
+    .name = "scalar", .nest_decode_tile = nest_decode_tile, .matmul = matmul, .matmul_draft = matmul_draft, OPS_TABLE};

@@ -1,0 +1,477 @@
+"""Text <-> token ids, chat templates, streaming decoding and stop strings.
+
+The ids are those of the `tokenizers` library; decoding is done here, byte by byte, so that a stream of tokens
+gives the same text as decoding them at once.
+"""
+
+import codecs
+import re
+import threading
+from functools import lru_cache
+
+import tokenizers
+
+from . import template as _template
+from .errors import FormatError, InvalidArgument, TemplateError
+
+_ANCHOR = "\ufdd0pycass anchor\ufdd0"  # noncharacters: no text that people exchange contains them
+_NO_TEMPLATE = (
+    "this model has no chat template; name one with --chat-template (built in: {}; or a file), "
+    "or use plain completion (`pycass run --raw`, `Model.generate`)"
+)
+
+
+class Tokenizer:
+    """The tokenizer in a .cass file's JSON object (docs/format.md, "JSON"). Safe to share between threads."""
+
+    def __init__(self, json_blob):
+        self._text = _tokenizer_text(json_blob)
+        self._plain = None  # the same tokenizer, blind to control tokens; made when first needed
+        self._lock = threading.Lock()
+        self._tok = _parse(self._text)
+        self._config = json_blob.get("tokenizer_config") or {}
+        self._read_added_tokens()
+        self._read_ids(json_blob)
+        self._model_template = _default_template(json_blob.get("chat_template"))
+        self._override = None
+        self._bytes_of = _token_bytes(self._tok, self._added)
+        self._prefix, self._suffix = self._affixes()
+
+    def _read_added_tokens(self):
+        self._added = {i: t for i, t in self._tok.get_added_tokens_decoder().items() if t.content}
+        self._special = {i: t for i, t in self._added.items() if t.special}
+        self._special_ids = frozenset(self._special)
+        names = sorted((t.content for t in self._special.values()), key=len, reverse=True)
+        self._special_re = re.compile("|".join(map(re.escape, names))) if names else None
+        self._special_names = names
+
+    def _read_ids(self, blob):
+        bos, eos = blob.get("bos_token_id"), blob.get("eos_token_ids") or []
+        eos = [eos] if isinstance(eos, int) else eos
+        if not all(isinstance(i, int) for i in [*eos, 0 if bos is None else bos]):
+            raise FormatError("bos_token_id and eos_token_ids in the file's JSON are not integers")
+        self.bos_token_id = bos
+        self.eos_token_ids = set(eos)
+        self.bos_token = self._token_text("bos_token", bos)
+        self.eos_token = self._token_text("eos_token", eos[0] if eos else None)
+
+    def _token_text(self, key, token_id):
+        text = self._config.get(key)
+        if isinstance(text, dict):
+            text = text.get("content")
+        if isinstance(text, str):
+            return text
+        return (self._tok.id_to_token(token_id) or "") if token_id is not None else ""
+
+    def _affixes(self):
+        """The ids that add_special puts before and after a text."""
+        plain = self._tok.encode("a", add_special_tokens=False).ids
+        full = self._tok.encode("a", add_special_tokens=True).ids
+        at = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
+        prefix, suffix = full[:at], full[at + len(plain) :]
+        if isinstance(self._config.get("add_bos_token"), bool):
+            wanted = self._config["add_bos_token"] and self.bos_token_id is not None
+            prefix = [self.bos_token_id] if wanted else []
+        if self._config.get("add_eos_token") is False:
+            suffix = []
+        return prefix, suffix
+
+    @property
+    def vocab_size(self):
+        """Token ids are below this number."""
+        return self._tok.get_vocab_size(with_added_tokens=True)
+
+    def token_to_id(self, token):
+        """The id of a token's own spelling, or None."""
+        return self._tok.token_to_id(token)
+
+    def id_to_token(self, token_id):
+        """The token's own spelling, or None."""
+        return self._tok.id_to_token(token_id)
+
+    # ---- text -> ids ----
+
+    def encode(self, text, add_special=True, parse_special=False):
+        """The ids of a text. Control tokens spelled in it stay text unless parse_special; add_special adds what
+        the tokenizer adds to every text, a BOS say, but not a second time."""
+        if not isinstance(text, str):
+            raise InvalidArgument(f"text is a {type(text).__name__}, not a string")
+        text = _valid_unicode(text)
+        if parse_special or not (self._special_re and self._special_re.search(text)):
+            ids = self._tok.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._blind().encode(text, add_special_tokens=False).ids
+        if not add_special:
+            return ids
+        doubled = parse_special and self._prefix and ids[: len(self._prefix)] == self._prefix
+        return ([] if doubled else self._prefix) + ids + self._suffix
+
+    def _blind(self):
+        with self._lock:
+            if self._plain is None:
+                plain = _parse(self._text)
+                plain.encode_special_tokens = True
+                plain.add_tokens([tokenizers.AddedToken(_ANCHOR, normalized=False, special=False)])
+                self._plain = plain
+            return self._plain
+
+    # ---- ids -> text ----
+
+    def decode(self, ids, skip_special=True):
+        """The text of ids; control tokens are left out unless skip_special is False."""
+        decoder = StreamDecoder(self, skip_special)
+        return decoder.push(ids) + decoder.flush()
+
+    def stream_decoder(self, skip_special=True):
+        """A new StreamDecoder of this tokenizer."""
+        return StreamDecoder(self, skip_special)
+
+    # ---- chat ----
+
+    @property
+    def chat_template(self):
+        """The Jinja source in use: the override if there is one, else the model's, else None."""
+        return self._override or self._model_template
+
+    def set_chat_template(self, name_or_text):
+        """Replaces the model's template by a built-in one (by name), a file's, or Jinja text. None: the model's."""
+        self._override = None if name_or_text is None else _template.template_source(name_or_text)
+
+    def render_chat(self, messages, add_generation_prompt=True, **variables):
+        """The conversation as one text, control tokens included. Raises TemplateError in words."""
+        return self._render(_flat(messages), add_generation_prompt, variables)
+
+    def _render(self, messages, add_generation_prompt, variables):
+        if not self.chat_template:
+            raise TemplateError(_NO_TEMPLATE.format(", ".join(_template.BUILTIN)))
+        given = {"bos_token": self.bos_token, "eos_token": self.eos_token, "tools": None, "documents": None}
+        given.update(variables)
+        text = _template.render(
+            self.chat_template, messages=messages, add_generation_prompt=add_generation_prompt, **given
+        )
+        return _valid_unicode(text)
+
+    def encode_chat(self, messages, add_generation_prompt=True, **variables):
+        """The conversation's ids. Only the template makes control tokens: spelled in a message they stay text."""
+        messages = _flat(messages)
+        shield = _Shield(messages, self._special_re, self._special_names)
+        text = self._render([shield.message(m) for m in messages], add_generation_prompt, variables)
+        if shield.used:
+            ids = self._encode_shielded(text, shield.mark)
+        else:
+            ids = self._tok.encode(text, add_special_tokens=False).ids
+        # transformers adds nothing to a template's output; a foreign template may not know this model's BOS
+        if self._override and self._prefix and ids[: len(self._prefix)] != self._prefix:
+            ids = self._prefix + ids
+        return ids
+
+    def _encode_shielded(self, text, mark):
+        """Encodes template output in which `mark` breaks every control token that a message spelled. Segments
+        between the template's own control tokens are encoded blind, behind an anchor that stands for the token
+        in front, since some pre-tokenizers treat the start of a text differently."""
+        ids, at, left = [], 0, None
+        for match in self._special_re.finditer(text):
+            token = self._added[self._tok.token_to_id(match.group())]
+            ids += self._segment(text[at : match.start()].replace(mark, ""), left, token)
+            ids.append(self._tok.token_to_id(token.content))
+            at, left = match.end(), token
+        return ids + self._segment(text[at:].replace(mark, ""), left, None)
+
+    def _segment(self, text, left, right):
+        if left is not None and left.rstrip:
+            text = text.lstrip()
+        if right is not None and right.lstrip:
+            text = text.rstrip()
+        if not text:
+            return []
+        if left is None:
+            return self._blind().encode(text, add_special_tokens=False).ids
+        return self._blind().encode(_ANCHOR + text, add_special_tokens=False).ids[1:]
+
+
+class _Shield:
+    """Copies of messages in which a mark breaks every control token that they spell, so that what a template
+    makes of them has none but its own. The mark is a character that no message contains. Roles are the
+    template's business and stay as they are."""
+
+    def __init__(self, messages, special_re, names):
+        self.used = False
+        self._re, self._names = special_re, names
+        text = repr(messages)
+        self.mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text and ascii(c)[1:-1] not in text)
+
+    def message(self, message):
+        return {k: v if k == "role" else self._value(v) for k, v in message.items()}
+
+    def _value(self, v):
+        if isinstance(v, str):
+            return self._string(v)
+        if isinstance(v, dict):
+            return {self._value(k): self._value(x) for k, x in v.items()}
+        if isinstance(v, (list, tuple)):
+            return [self._value(x) for x in v]
+        return v
+
+    def _string(self, s):
+        if not s or self._re is None:
+            return s
+        out = self._re.sub(lambda m: m.group()[0] + self.mark + m.group()[1:], s)
+        while self._re.search(out):  # one token inside of another's spelling
+            out = self._re.sub(lambda m: m.group()[0] + self.mark + m.group()[1:], out)
+        out = self._edges(out)
+        self.used |= out != s
+        return out
+
+    def _edges(self, s):
+        """A half-spelled token at an end of the text could be completed by the template."""
+        for n in self._names:
+            for k in range(len(n) - 1, 0, -1):
+                if s.endswith(n[:k]):
+                    s = s[: len(s) - k + 1] + self.mark + s[len(s) - k + 1 :]
+                if s.startswith(n[-k:]):
+                    s = s[: k - 1] + self.mark + s[k - 1 :]
+        return s
+
+
+class StreamDecoder:
+    """Turns a stream of ids into text. Joined, what push and flush return is the decoding of all ids; nothing is
+    returned that a later token could still change, such as the first half of an emoji."""
+
+    def __init__(self, tokenizer, skip_special=True):
+        self._tokenizer = tokenizer
+        self._skip = tokenizer._special_ids if skip_special else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer._bytes_of.strip_left if tokenizer._bytes_of else 0
+        self._window, self._shown = [], 0  # for tokenizers without a table of bytes
+
+    def push(self, ids):
+        """The text that is certain after these ids: one id or several."""
+        ids = [ids] if isinstance(ids, int) else ids
+        ids = [i for i in ids if i not in self._skip]
+        if self._tokenizer._bytes_of is None:
+            return "".join(map(self._push_window, ids))
+        bytes_of = self._tokenizer._bytes_of
+        return self._stripped(self._utf8.decode(b"".join([bytes_of(i) for i in ids])))
+
+    def flush(self):
+        """What was held back, at the end of the stream."""
+        if self._tokenizer._bytes_of is None:
+            text = self._tokenizer._tok.decode(self._window, skip_special_tokens=False)[self._shown :]
+            self._window, self._shown = [], 0
+            return text
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text):
+        """Some decoders drop the space that encoding put in front of the whole text."""
+        while self._strip and text:
+            if not text.startswith(" "):
+                self._strip = 0
+                break
+            text, self._strip = text[1:], self._strip - 1
+        return text
+
+    def _push_window(self, token_id):
+        """Decodes only the last tokens, from the last point at which the text was complete."""
+        decode = self._tokenizer._tok.decode
+        self._window.append(token_id)
+        text = decode(self._window, skip_special_tokens=False)
+        if text.endswith("\ufffd") and len(self._window) < 16:
+            return ""
+        delta = text[self._shown :]
+        last = decode(self._window[-1:], skip_special_tokens=False)
+        self._window, self._shown = self._window[-1:], len(last)
+        return delta
+
+
+class StopMatcher:
+    """Looks for stop strings in a stream of text. push returns (text to show, whether a stop was hit); text that
+    may be the beginning of a stop is held back. The result does not depend on how the text is cut into pieces:
+    the stop that is complete first wins."""
+
+    def __init__(self, stops):
+        stops = [stops] if isinstance(stops, str) else list(stops or [])
+        if not all(isinstance(s, str) and s for s in stops):
+            raise InvalidArgument("a stop string must be a non-empty string")
+        self._stops = stops
+        self._held = ""
+        self.hit = None  # the stop string that was found
+
+    def push(self, text):
+        """(text to show, hit). After a hit the rest of the stream is dropped."""
+        if self.hit is not None:
+            return "", True
+        text = self._held + text
+        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            _, at, self.hit = min(found)
+            self._held = ""
+            return text[:at], True
+        keep = self._possible(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def _possible(self, text):
+        """The length of the longest end of the text that begins a stop."""
+        longest = max((len(s) for s in self._stops), default=1) - 1
+        for k in range(min(longest, len(text)), 0, -1):
+            if any(s.startswith(text[-k:]) for s in self._stops):
+                return k
+        return 0
+
+    def flush(self):
+        """What was held back, at the end of the stream."""
+        text, self._held = self._held, ""
+        return "" if self.hit is not None else text
+
+
+# ---- reading the file's JSON ----
+
+
+def _tokenizer_text(blob):
+    text = blob.get("tokenizer")
+    if not text:
+        raise FormatError("the file has no tokenizer")
+    if not isinstance(text, str):
+        raise FormatError("the tokenizer in the file's JSON is not a text")
+    return text
+
+
+def _parse(text):
+    try:
+        tok = tokenizers.Tokenizer.from_str(text)
+    except Exception as e:  # the library raises plain Exception
+        raise FormatError(f"the file's tokenizer cannot be read: {e}") from None
+    tok.no_padding()
+    tok.no_truncation()
+    return tok
+
+
+def _default_template(value):
+    """Checkpoints may list several named templates; the one for chat is called default."""
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        return named.get("default") or next(iter(named.values()), None)
+    return value or None
+
+
+def _valid_unicode(text):
+    """Lone surrogates, from undecodable bytes on a command line, have no UTF-8."""
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if _escaped(text) else \
+            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _escaped(text):
+    return all(0xDC80 <= ord(c) <= 0xDCFF for c in text if 0xD800 <= ord(c) <= 0xDFFF)
+
+
+def _flat(messages):
+    """Checks OpenAI-shaped messages and turns lists of text parts into strings."""
+    if isinstance(messages, (str, bytes, dict)) or not hasattr(messages, "__iter__"):
+        raise InvalidArgument('messages is a list of {"role": ..., "content": ...}')
+    out = []
+    for m in messages:
+        if not isinstance(m, dict) or not isinstance(m.get("role"), str):
+            raise InvalidArgument(f'a message needs a "role" and a "content": {m!r:.80}')
+        content = m.get("content")
+        if isinstance(content, list):
+            m = {**m, "content": "".join(map(_part_text, content))}
+        elif content is not None and not isinstance(content, str):
+            raise InvalidArgument(f"a message's content is a {type(content).__name__}, not a string")
+        elif content is None and "tool_calls" not in m:
+            raise InvalidArgument(f'the message of role {m["role"]!r} has no "content"')
+        out.append(m)
+    if not out:
+        raise InvalidArgument("the conversation has no messages")
+    return out
+
+
+def _part_text(part):
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise InvalidArgument(f"a message's content has a part of type {kind!r}; only text is supported")
+
+
+# ---- bytes of tokens ----
+
+
+def _byte_level_alphabet():
+    """GPT-2's spelling of bytes as printable characters: character -> byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(b): b for b in plain}
+    rest = (b for b in range(256) if b not in set(plain))
+    table.update({chr(256 + n): b for n, b in enumerate(rest)})
+    return table
+
+
+class _TokenBytes:
+    """id -> the bytes that it adds to the text."""
+
+    def __init__(self, tok, added, spell, strip_left=0):
+        self._tok, self._added, self._spell = tok, added, spell
+        self.strip_left = strip_left  # leading spaces that decoding drops from the whole text
+        self._lookup = lru_cache(maxsize=None)(self._make)
+
+    def __call__(self, token_id):
+        return self._lookup(token_id)
+
+    def _make(self, token_id):
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        token = self._tok.id_to_token(token_id) if token_id >= 0 else None
+        return b"" if token is None else self._spell(token)
+
+
+def _token_bytes(tok, added):
+    """A _TokenBytes for the decoders of byte-level and of SentencePiece-like tokenizers; None for others."""
+    steps = _decoder_steps(tok)
+    kinds = [s.get("type") for s in steps]
+    if kinds == ["ByteLevel"]:
+        alphabet = _byte_level_alphabet()
+        return _TokenBytes(tok, added, lambda t: _byte_level(t, alphabet))
+    if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return _sentencepiece(tok, added, steps)
+    return None
+
+
+def _decoder_steps(tok):
+    import json
+
+    decoder = json.loads(tok.to_str()).get("decoder") if tok.decoder is not None else None
+    if decoder is None:
+        return []
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _byte_level(token, alphabet):
+    if all(c in alphabet for c in token):
+        return bytes(alphabet[c] for c in token)
+    return token.encode()
+
+
+def _sentencepiece(tok, added, steps):
+    replace, strip = [], 0
+    fallback = any(s["type"] == "ByteFallback" for s in steps)
+    for s in steps:
+        if s["type"] == "Replace" and isinstance(s["pattern"].get("String"), str):
+            replace.append((s["pattern"]["String"], s["content"]))
+        elif s["type"] == "Metaspace":
+            replace.append((s["replacement"], " "))
+            strip = 0 if s.get("prepend_scheme") == "never" else 1
+        elif s["type"] == "Strip" and s["content"] == " " and not s["stop"]:
+            strip = s["start"]
+        elif s["type"] in ("Replace", "Strip"):
+            return None
+
+    def spell(token):
+        if fallback and len(token) == 6 and re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        for old, new in replace:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return _TokenBytes(tok, added, spell, strip)
