@@ -56,6 +56,8 @@ typedef struct Kernels {
   void (*add_bf16)(float *x, const uint16_t *b, size_t n);    /* x += b */
   void (*to_bf16)(uint16_t *out, const float *x, size_t n);
   void (*attention)(const AttentionArgs *a);
+  float (*max)(const float *x, size_t n);                     /* n >= 1; NaN is ignored, -inf if all are */
+  float (*sum_exp)(const float *x, size_t n, float shift);    /* sum of e^(x - shift), shift >= max(x) */
 } Kernels;
 
 /* The set of that name, $PYCASS_KERNEL if NULL, else the best that this machine runs. */

@@ -132,6 +132,32 @@ static void ops_attention(const AttentionArgs *a) {
   }
 }
 
+static float ops_max(const float *x, size_t n) {
+  float lane[LANES];
+  for (int l = 0; l < LANES; l++)
+    lane[l] = -INFINITY;
+  size_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int l = 0; l < LANES; l++)
+      lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
+  for (int l = 0; i + l < n; l++)
+    lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
+  for (int l = 1; l < LANES; l++)
+    lane[0] = lane[l] > lane[0] ? lane[l] : lane[0];
+  return lane[0];
+}
+
+static float ops_sum_exp(const float *x, size_t n, float shift) {
+  float lane[LANES] = {0};
+  size_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int l = 0; l < LANES; l++)
+      lane[l] += ops_exp(x[i + l] - shift);
+  for (int l = 0; i + l < n; l++)
+    lane[l] += ops_exp(x[i + l] - shift);
+  return ops_sum_lanes(lane);
+}
+
 static inline void ops_quantize_group(int8_t *q, float *scale, int32_t *sum, const float *x) {
   float top = 0;
   for (int k = 0; k < NEST_COLS; k++) {
@@ -161,6 +187,7 @@ static void ops_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, u
 
 #define OPS_TABLE                                                                                                      \
   .quantize = ops_quantize, .rmsnorm = ops_rmsnorm, .rope = ops_rope, .swiglu = ops_swiglu, .add = ops_add,            \
-  .add_bf16 = ops_add_bf16, .to_bf16 = ops_to_bf16, .attention = ops_attention
+  .add_bf16 = ops_add_bf16, .to_bf16 = ops_to_bf16, .attention = ops_attention,             \
+  .max = ops_max, .sum_exp = ops_sum_exp
 
 #endif

@@ -5,7 +5,7 @@
 
 #include "sets.h"
 
-#if defined(PYCASS_HAVE_AVX2)
+#if defined(PYCASS_HAVE_AVX512)
 #include <cpuid.h>
 #if defined(__linux__)
 #include <sys/syscall.h>

@@ -5,6 +5,7 @@ gives the same text as decoding them at once.
 """
 
 import codecs
+import json
 import re
 import threading
 from functools import lru_cache
@@ -154,7 +155,7 @@ class Tokenizer:
     def encode_chat(self, messages, add_generation_prompt=True, **variables):
         """The conversation's ids. Only the template makes control tokens: spelled in a message they stay text."""
         messages = _flat(messages)
-        shield = _Shield(messages, self._special_re, self._special_names)
+        shield = _Shield(messages, self._special_names)
         text = self._render([shield.message(m) for m in messages], add_generation_prompt, variables)
         if shield.used:
             ids = self._encode_shielded(text, shield.mark)
@@ -194,13 +195,15 @@ class _Shield:
     makes of them has none but its own. The mark is a character that no message contains. Roles are the
     template's business and stay as they are."""
 
-    def __init__(self, messages, special_re, names):
+    def __init__(self, messages, names):
         self.used = False
-        self._re, self._names = special_re, names
+        self._names = [n for n in names if len(n) > 1]
+        self._re = re.compile("|".join(map(re.escape, self._names)))
         text = repr(messages)
         self.mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text and ascii(c)[1:-1] not in text)
 
     def message(self, message):
+        """The message, shielded."""
         return {k: v if k == "role" else self._value(v) for k, v in message.items()}
 
     def _value(self, v):
@@ -213,11 +216,15 @@ class _Shield:
         return v
 
     def _string(self, s):
-        if not s or self._re is None:
+        if not s or not self._names:
             return s
-        out = self._re.sub(lambda m: m.group()[0] + self.mark + m.group()[1:], s)
-        while self._re.search(out):  # one token inside of another's spelling
+        out = s
+        while self._re.search(out):  # again, since one token may overlap another's spelling
             out = self._re.sub(lambda m: m.group()[0] + self.mark + m.group()[1:], out)
+        core = out.strip()  # templates like to trim
+        if core:
+            at = out.index(core)
+            out = out[:at] + self._edges(core) + out[at + len(core) :]
         out = self._edges(out)
         self.used |= out != s
         return out
@@ -246,8 +253,8 @@ class StreamDecoder:
 
     def push(self, ids):
         """The text that is certain after these ids: one id or several."""
-        ids = [ids] if isinstance(ids, int) else ids
-        ids = [i for i in ids if i not in self._skip]
+        ids = ids if hasattr(ids, "__iter__") else [ids]
+        ids = [i for i in map(int, ids) if i not in self._skip]
         if self._tokenizer._bytes_of is None:
             return "".join(map(self._push_window, ids))
         bytes_of = self._tokenizer._bytes_of
@@ -360,12 +367,7 @@ def _valid_unicode(text):
         text.encode("utf-8")
         return text
     except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if _escaped(text) else \
-            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _escaped(text):
-    return all(0xDC80 <= ord(c) <= 0xDCFF for c in text if 0xD800 <= ord(c) <= 0xDFFF)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _flat(messages):
@@ -422,7 +424,7 @@ class _TokenBytes:
     def _make(self, token_id):
         if token_id in self._added:
             return self._added[token_id].content.encode()
-        token = self._tok.id_to_token(token_id) if token_id >= 0 else None
+        token = self._tok.id_to_token(token_id) if 0 <= token_id < 2**31 else None
         return b"" if token is None else self._spell(token)
 
 
@@ -439,11 +441,9 @@ def _token_bytes(tok, added):
 
 
 def _decoder_steps(tok):
-    import json
-
-    decoder = json.loads(tok.to_str()).get("decoder") if tok.decoder is not None else None
-    if decoder is None:
+    if tok.decoder is None:
         return []
+    decoder = json.loads(tok.decoder.__getstate__())
     return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
 
 

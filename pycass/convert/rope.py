@@ -39,9 +39,10 @@ def _llama3(inv_freq, params):
     if high <= low:
         raise ConversionError(f"rope type llama3: high_freq_factor {high} is not above low_freq_factor {low}")
     f32 = np.float32
-    wavelen = f32(2 * math.pi) / inv_freq
+    # number / tensor is reciprocal times number in torch: two roundings
+    wavelen = (f32(1) / inv_freq) * f32(2 * math.pi)
     scaled = np.where(wavelen > f32(old_context / low), inv_freq / f32(factor), inv_freq)
-    smooth = (f32(old_context) / wavelen - f32(low)) / f32(high - low)
+    smooth = ((f32(1) / wavelen) * f32(old_context) - f32(low)) / f32(high - low)
     blended = (f32(1) - smooth) * scaled / f32(factor) + smooth * scaled
     medium = ~(wavelen < f32(old_context / high)) & ~(wavelen > f32(old_context / low))
     return np.where(medium, blended, scaled)

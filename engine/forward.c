@@ -1,0 +1,254 @@
+/* The CPU backend. All threads run forward_thread; it reads from top to bottom like the model's formula, and each
+ * barrier ends a phase whose results other threads need. Work is divided in a fixed way that no result depends on:
+ * products by blocks of 16 rows, the rest by tokens, heads or groups of columns. */
+#include "forward.h"
+
+#include <math.h>
+
+/* ---- working memory ----------------------------------------------------------------------------- */
+
+static size_t widest_input(const pycass_config *c) {
+  size_t q = (size_t)c->n_head * c->head_dim, n = c->n_embd > c->n_ff ? c->n_embd : c->n_ff;
+  return round_up(n > q ? n : q, NEST_COLS);
+}
+
+pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits, uint32_t n_ctx,
+                         uint32_t n_threads) {
+  const pycass_config *c = &m->config;
+  size_t wide = widest_input(c), b = n_batch;
+  *s = (State){.n_batch = n_batch, .n_logits = n_logits};
+  s->ld_embd = (uint32_t)round_up(c->n_embd, 64), s->ld_ff = (uint32_t)round_up(c->n_ff, 64);
+  s->ld_q = (uint32_t)round_up((size_t)c->n_head * c->head_dim, 64);
+  s->ld_kv = (uint32_t)round_up((size_t)c->n_head_kv * c->head_dim, 64);
+  s->ld_vocab = (uint32_t)round_up(c->n_vocab, 64);
+  s->ld_scores = round_up((size_t)n_ctx + 16, 64);
+  struct {
+    float **p;
+    size_t n;
+  } want[] = {{&s->x, b * s->ld_embd},
+              {&s->h, b * s->ld_embd},
+              {&s->q, b * s->ld_q},
+              {&s->k, b * s->ld_kv},
+              {&s->v, b * s->ld_kv},
+              {&s->att, b * s->ld_q},
+              {&s->gate, b * s->ld_ff},
+              {&s->up, b * s->ld_ff},
+              {&s->cos_sin, b * c->head_dim},
+              {&s->logits, (size_t)n_logits * s->ld_vocab},
+              {&s->scores, n_threads * s->ld_scores},
+              {&s->acts.scale, b * wide / NEST_COLS}};
+  bool ok = true;
+  for (size_t i = 0; i < sizeof want / sizeof *want; i++)
+    ok &= (*want[i].p = cass_alloc(want[i].n * sizeof(float))) != NULL;
+  ok &= (s->acts.q = cass_alloc(b * wide)) != NULL;
+  ok &= (s->acts.sum = cass_alloc(b * wide / NEST_COLS * sizeof(int32_t))) != NULL;
+  if (ok)
+    return PYCASS_OK;
+  state_free(s);
+  return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for batches of %u tokens", n_batch);
+}
+
+void state_free(State *s) {
+  void *all[] = {s->x,       s->h,      s->q,      s->k,      s->v,          s->att,        s->gate, s->up,
+                 s->cos_sin, s->logits, s->scores, s->acts.q, s->acts.scale, s->acts.sum};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+    cass_free(all[i]);
+  *s = (State){0};
+}
+
+/* ---- dividing work ------------------------------------------------------------------------------ */
+
+typedef struct Range {
+  uint32_t from, to;
+} Range;
+
+static Range share(uint32_t n, uint32_t thread, uint32_t n_threads) {
+  return (Range){(uint32_t)((uint64_t)n * thread / n_threads), (uint32_t)((uint64_t)n * (thread + 1) / n_threads)};
+}
+
+/* A product that this pass owes: y = W x for m tokens. */
+typedef struct Product {
+  const Matrix *w;
+  float *y;
+  size_t ldy;
+} Product;
+
+/* Tokens [first, n) of a buffer, and what quantize() made of them. */
+typedef struct Input {
+  const float *x;
+  size_t ldx;
+  QuantActs acts;
+  uint32_t m;
+} Input;
+
+static Input input(const Pass *p, const float *x, size_t ldx, uint32_t first) {
+  const QuantActs *a = &p->state->acts;
+  size_t skip = first * ldx;
+  return (Input){x + skip, ldx, {a->q + skip, a->scale + skip / NEST_COLS, a->sum + skip / NEST_COLS}, p->n - first};
+}
+
+/* Products of the same input, as one list of row blocks. */
+static void multiply(const Pass *p, const Product *list, int n, Input in, uint32_t thread, uint32_t n_threads) {
+  uint32_t total = 0, first = 0;
+  for (int i = 0; i < n; i++)
+    total += list[i].w->n_block;
+  Range r = share(total, thread, n_threads);
+  for (int i = 0; i < n; i++) {
+    const Matrix *w = list[i].w;
+    uint32_t from = r.from > first ? r.from - first : 0, to = r.to > first ? r.to - first : 0;
+    from = from < w->n_block ? from : w->n_block, to = to < w->n_block ? to : w->n_block;
+    first += w->n_block;
+    if (from >= to)
+      continue;
+    if (p->draft && w->codec == PYCASS_CODEC_NEST)
+      p->model->kernels->matmul_draft(list[i].y, list[i].ldy, w, &in.acts, in.m, from, to);
+    else
+      p->model->kernels->matmul(list[i].y, list[i].ldy, w, in.x, in.ldx, in.m, from, to);
+  }
+}
+
+/* Columns of groups [from, to) of token i, as int8 for the draft; acts are laid out for n_group groups a token. */
+static void quantize(const Pass *p, uint32_t i, const float *row, uint32_t n_group, Range r) {
+  const QuantActs *a = &p->state->acts;
+  size_t at = (size_t)i * n_group + r.from;
+  QuantActs part = {a->q + at * NEST_COLS, a->scale + at, a->sum + at};
+  p->model->kernels->quantize(&part, row + (size_t)r.from * NEST_COLS, 0, 1, r.to - r.from);
+}
+
+/* ---- phases ------------------------------------------------------------------------------------- */
+
+static void embed(const Pass *p, uint32_t i) {
+  const pycass_config *c = &p->model->config;
+  State *s = p->state;
+  float *x = s->x + (size_t)i * s->ld_embd, *cos_sin = s->cos_sin + (size_t)i * c->head_dim;
+  (p->draft ? matrix_row_draft : matrix_row_exact)(&p->model->embedding, (uint32_t)p->ids[i], x);
+  for (uint32_t j = 0; j < c->head_dim / 2; j++) {
+    /* the angle is a float product, as in the implementations that models are trained with */
+    float angle = (float)(p->pos + i) * p->model->rope_inv_freq[j];
+    cos_sin[j] = (float)cos((double)angle) * c->rope_attention_factor;
+    cos_sin[c->head_dim / 2 + j] = (float)sin((double)angle) * c->rope_attention_factor;
+  }
+}
+
+/* h = norm(x), after x += h if there is something to add */
+static void add_norm(const Pass *p, uint32_t i, bool add, const uint16_t *weight) {
+  const pycass_config *c = &p->model->config;
+  State *s = p->state;
+  float *x = s->x + (size_t)i * s->ld_embd, *h = s->h + (size_t)i * s->ld_embd;
+  if (add)
+    p->model->kernels->add(x, h, c->n_embd);
+  p->model->kernels->rmsnorm(h, x, weight, c->n_embd, c->rms_eps);
+  if (p->draft)
+    quantize(p, i, h, s->ld_embd / NEST_COLS, (Range){0, s->ld_embd / NEST_COLS});
+}
+
+static void norm_heads(const Pass *p, float *x, uint32_t n_head, const uint16_t *weight) {
+  const pycass_config *c = &p->model->config;
+  for (uint32_t h = 0; weight && h < n_head; h++)
+    p->model->kernels->rmsnorm(x + (size_t)h * c->head_dim, x + (size_t)h * c->head_dim, weight, c->head_dim,
+                               c->rms_eps);
+}
+
+/* Bias, head norms, rope; then the token's keys and values go to the cache. */
+static void finish_qkv(const Pass *p, uint32_t i, const Layer *l, uint32_t layer) {
+  const pycass_config *c = &p->model->config;
+  const Kernels *kernels = p->model->kernels;
+  State *s = p->state;
+  float *q = s->q + (size_t)i * s->ld_q, *k = s->k + (size_t)i * s->ld_kv, *v = s->v + (size_t)i * s->ld_kv;
+  const float *cos_sin = s->cos_sin + (size_t)i * c->head_dim;
+  if (l->q_bias)
+    kernels->add_bf16(q, l->q_bias, (size_t)c->n_head * c->head_dim);
+  if (l->k_bias)
+    kernels->add_bf16(k, l->k_bias, (size_t)c->n_head_kv * c->head_dim);
+  if (l->v_bias)
+    kernels->add_bf16(v, l->v_bias, (size_t)c->n_head_kv * c->head_dim);
+  norm_heads(p, q, c->n_head, l->q_norm);
+  norm_heads(p, k, c->n_head_kv, l->k_norm);
+  kernels->rope(q, c->n_head, c->head_dim, cos_sin);
+  kernels->rope(k, c->n_head_kv, c->head_dim, cos_sin);
+  for (uint32_t h = 0; h < c->n_head_kv; h++) {
+    size_t at = kv_at(p->kv, layer, h, p->pos + i);
+    kernels->to_bf16(p->kv->k + at, k + (size_t)h * c->head_dim, c->head_dim);
+    kernels->to_bf16(p->kv->v + at, v + (size_t)h * c->head_dim, c->head_dim);
+  }
+}
+
+static void attend(const Pass *p, uint32_t i, uint32_t head, uint32_t layer, float *scores) {
+  const pycass_config *c = &p->model->config;
+  State *s = p->state;
+  size_t at = kv_at(p->kv, layer, head / (c->n_head / c->n_head_kv), 0);
+  AttentionArgs a = {.q = s->q + (size_t)i * s->ld_q + (size_t)head * c->head_dim,
+                     .k = p->kv->k + at,
+                     .v = p->kv->v + at,
+                     .stride = c->head_dim,
+                     .n_pos = p->pos + i + 1,
+                     .head_dim = c->head_dim,
+                     .scale = 1.0f / sqrtf((float)c->head_dim),
+                     .scores = scores,
+                     .out = s->att + (size_t)i * s->ld_q + (size_t)head * c->head_dim};
+  p->model->kernels->attention(&a);
+}
+
+/* gate = silu(gate) * up for a range of column groups of one token */
+static void activate(const Pass *p, uint32_t i, Range r) {
+  State *s = p->state;
+  size_t at = (size_t)i * s->ld_ff + (size_t)r.from * NEST_COLS;
+  p->model->kernels->swiglu(s->gate + at, s->up + at, (size_t)(r.to - r.from) * NEST_COLS);
+  if (p->draft)
+    quantize(p, i, s->gate + (size_t)i * s->ld_ff, s->ld_ff / NEST_COLS, r);
+}
+
+static void forward_thread(void *arg, uint32_t thread, uint32_t n_threads) {
+  const Pass *p = arg;
+  const pycass_model *m = p->model;
+  const pycass_config *c = &m->config;
+  State *s = p->state;
+  float *scores = s->scores + thread * s->ld_scores;
+
+  for (uint32_t i = thread; i < p->n; i += n_threads)
+    embed(p, i);
+  for (uint32_t layer = 0; layer < c->n_layer; layer++) {
+    const Layer *l = &m->layer[layer];
+
+    for (uint32_t i = thread; i < p->n; i += n_threads)
+      add_norm(p, i, layer > 0, l->attn_norm);
+    pool_barrier(p->pool);
+    Product qkv[] = {{&l->q, s->q, s->ld_q}, {&l->k, s->k, s->ld_kv}, {&l->v, s->v, s->ld_kv}};
+    multiply(p, qkv, 3, input(p, s->h, s->ld_embd, 0), thread, n_threads);
+    pool_barrier(p->pool);
+    for (uint32_t i = thread; i < p->n; i += n_threads)
+      finish_qkv(p, i, l, layer);
+    pool_barrier(p->pool);
+    for (uint32_t n = thread; n < p->n * c->n_head; n += n_threads)
+      attend(p, n / c->n_head, n % c->n_head, layer, scores);
+    pool_barrier(p->pool);
+    if (p->draft) {
+      for (uint32_t i = thread; i < p->n; i += n_threads)
+        quantize(p, i, s->att + (size_t)i * s->ld_q, s->ld_q / NEST_COLS, (Range){0, s->ld_q / NEST_COLS});
+      pool_barrier(p->pool);
+    }
+    multiply(p, &(Product){&l->o, s->h, s->ld_embd}, 1, input(p, s->att, s->ld_q, 0), thread, n_threads);
+    pool_barrier(p->pool);
+
+    for (uint32_t i = thread; i < p->n; i += n_threads)
+      add_norm(p, i, true, l->ffn_norm);
+    pool_barrier(p->pool);
+    Product mlp[] = {{&l->gate, s->gate, s->ld_ff}, {&l->up, s->up, s->ld_ff}};
+    multiply(p, mlp, 2, input(p, s->h, s->ld_embd, 0), thread, n_threads);
+    pool_barrier(p->pool);
+    for (uint32_t i = 0; i < p->n; i++)
+      activate(p, i, share(s->ld_ff / NEST_COLS, thread, n_threads));
+    pool_barrier(p->pool);
+    multiply(p, &(Product){&l->down, s->h, s->ld_embd}, 1, input(p, s->gate, s->ld_ff, 0), thread, n_threads);
+    pool_barrier(p->pool);
+  }
+  if (!p->n_logits)
+    return;
+  uint32_t first = p->n - p->n_logits;
+  for (uint32_t i = first + thread; i < p->n; i += n_threads)
+    add_norm(p, i, true, m->norm);
+  pool_barrier(p->pool);
+  multiply(p, &(Product){&m->output, s->logits, s->ld_vocab}, 1, input(p, s->h, s->ld_embd, first), thread, n_threads);
+}
+
+void forward(const Pass *pass) { pool_run(pass->pool, pass->n_threads, forward_thread, (void *)(uintptr_t)pass); }

@@ -1,0 +1,46 @@
+/* One pass of the transformer over n tokens, as draft or as target. */
+#ifndef CASS_FORWARD_H
+#define CASS_FORWARD_H
+
+#include "kv.h"
+#include "model.h"
+#include "threads.h"
+
+/* Working memory of a pass. A leading dimension is the width rounded up to 64; the padding stays finite. */
+typedef struct State {
+  uint32_t n_batch;       /* most tokens of a pass */
+  uint32_t n_logits;      /* most rows of logits of a pass */
+  uint32_t ld_embd, ld_q, ld_kv, ld_ff, ld_vocab;
+  float *x;               /* [n_batch][ld_embd] the residual stream */
+  float *h;               /* [n_batch][ld_embd] its norm; then what a block adds to it */
+  float *q, *k, *v;       /* [n_batch][ld_q], [n_batch][ld_kv] x 2 */
+  float *att;             /* [n_batch][ld_q] */
+  float *gate, *up;       /* [n_batch][ld_ff] */
+  float *cos_sin;         /* [n_batch][head_dim] */
+  float *logits;          /* [n_logits][ld_vocab] */
+  float *scores;          /* [n_threads][ld_scores] */
+  size_t ld_scores;
+  QuantActs acts;         /* [n_batch][the widest input] */
+} State;
+
+pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits, uint32_t n_ctx,
+                         uint32_t n_threads);
+void state_free(State *s);
+
+typedef struct Pass {
+  const pycass_model *model;
+  State *state;
+  KvCache *kv;
+  Pool *pool;
+  uint32_t n_threads;
+  bool draft;             /* read speculation data only */
+  const int32_t *ids;     /* [n], each below n_vocab */
+  uint32_t n;             /* 1 .. state.n_batch */
+  uint32_t pos;           /* of ids[0]; the cache holds everything before it */
+  uint32_t n_logits;      /* the last n_logits tokens get logits, in state.logits; may be 0 */
+} Pass;
+
+/* Writes keys and values of the n tokens at pos .. pos + n - 1. */
+void forward(const Pass *pass);
+
+#endif

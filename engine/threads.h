@@ -1,0 +1,20 @@
+/* A pool that runs one function on several threads, with barriers inside it. Waiting threads spin for a short while,
+ * then yield, then sleep. */
+#ifndef CASS_THREADS_H
+#define CASS_THREADS_H
+
+#include "base.h"
+
+typedef struct Pool Pool;
+typedef void PoolFn(void *arg, uint32_t thread, uint32_t n_threads);
+
+pycass_status pool_new(uint32_t n_threads, Pool **out);
+void pool_free(Pool *pool);
+/* Runs fn on threads 0 .. n_threads - 1 (at most the pool's); the caller is thread 0. */
+void pool_run(Pool *pool, uint32_t n_threads, PoolFn *fn, void *arg);
+/* Waits for all threads of this run; only inside fn. */
+void pool_barrier(Pool *pool);
+/* CPUs that this process may use, hyperthreads counted once. */
+uint32_t pool_physical_cores(void);
+
+#endif

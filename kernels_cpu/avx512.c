@@ -1,0 +1,9 @@
+/* AVX-512 F, BW, DQ, VL, VBMI, VNNI. */
+#include "avx512_common.h"
+#include "sets.h"
+
+const Kernels kernels_avx512 = {.name = "avx512",
+                                .nest_decode_tile = set_nest_decode_tile,
+                                .matmul = set_matmul,
+                                .matmul_draft = set_matmul_draft,
+                                OPS_TABLE};

@@ -1,0 +1,333 @@
+/* What the avx512 and amx sets share: the decoder, the products and some float operations for AVX-512 F, BW, DQ, VL,
+ * VBMI and VNNI. Each of the two compiles its own copy, since their flags differ. Same bits as kernels_cpu/scalar.c. */
+#ifndef CASS_AVX512_COMMON_H
+#define CASS_AVX512_COMMON_H
+
+#include "ops.h"
+#include "side_bits.h"
+
+/* ternary logic: bits of a where the mask (first operand) is 1, else of b */
+#define SELECT(mask, a, b) _mm512_ternarylogic_epi32(mask, a, b, 0xca)
+
+/* ---- nest: a line of 128 weights to exact bits ------------------------------------------------------ */
+
+/* What the lines of a tile share. */
+typedef struct TileDecoder {
+  __m512i group; /* G of row r in bytes 4r .. 4r + 3 */
+  const uint8_t *a, *b, *c;
+  SideReader side;
+} TileDecoder;
+
+ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, const Matrix *w, size_t t) {
+  d->a = w->a + 512 * t, d->b = w->b + 512 * t, d->c = w->c + 256 * t;
+  side_reader_init(&d->side, w, t);
+  const __m512i spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+  __m512i rows = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->x + 16 * t)));
+  d->group = _mm512_shuffle_epi8(rows, spread);
+}
+
+/* Puts escape bytes, the first one just before *escape, into the exponents of the weights with s = 7. */
+static __attribute__((noinline, cold)) __m512i patch_escapes(__m512i e, uint64_t mask, const uint8_t *escape) {
+  uint8_t bytes[64];
+  _mm512_storeu_si512(bytes, e);
+  for (; mask; mask &= mask - 1)
+    bytes[__builtin_ctzll(mask)] = *--escape;
+  return _mm512_loadu_si512(bytes);
+}
+
+/* Half line h of a line. *even gets columns (h, h + 4) of the line's eight, *odd (h + 2, h + 6): two words of the
+ * dword of each row. c is the bytes of C shifted so that this half line's two bits are the low ones. */
+ALWAYS_INLINE void decode_half_line(TileDecoder *d, int h, __m512i a, __m512i not_a, __m512i b, __m512i c,
+                                    __m512i *even, __m512i *odd) {
+  /* e - G by cell, 1 for every cell 7: those that are not over lose it again. vpermb looks at six bits of an index,
+   * so the table is repeated and the other nibble's bits need not be masked away. */
+  const __m512i delta = _mm512_broadcast_i32x4(_mm_setr_epi8(-4, -3, -2, -2, -1, -1, 0, 1, -4, -3, -2, -2, -1, -1, 0, 1));
+  HalfLine f;
+  f.cell7 = _mm512_testn_epi8_mask(not_a, _mm512_set1_epi8(h ? 0x70 : 0x07));
+  f.cell01 = _mm512_testn_epi8_mask(a, _mm512_set1_epi8(h ? 0x60 : 0x06));
+  f.odd = _mm512_test_epi8_mask(a, _mm512_set1_epi8(h ? 0x10 : 0x01));
+  read_half_line(&d->side, &f);
+
+  __m512i e = _mm512_permutexvar_epi8(h ? _mm512_srli_epi16(a, 4) : a, delta);
+  e = _mm512_add_epi8(e, d->group);
+  e = _mm512_mask_sub_epi8(e, f.minus1, e, _mm512_set1_epi8(1));
+  e = _mm512_mask_sub_epi8(e, f.minus2, e, _mm512_set1_epi8(2));
+  e = _mm512_mask_sub_epi8(e, f.minus4, e, _mm512_set1_epi8(4));
+  if (UNLIKELY(f.escapes != 0)) {
+    e = patch_escapes(e, f.escapes, d->side.escape);
+    d->side.escape -= __builtin_popcountll(f.escapes);
+  }
+
+  __m512i m = SELECT(_mm512_set1_epi8(3), c, h ? _mm512_srli_epi16(b, 2) : _mm512_slli_epi16(b, 2));
+  m = _mm512_and_si512(m, _mm512_set1_epi8(0x3f));
+  m = _mm512_mask_add_epi8(m, f.top, m, _mm512_set1_epi8(0x40));
+  /* the bytes of the words: sign and the upper bits of e; the last bit of e and the mantissa */
+  const __m512i bit7 = _mm512_set1_epi8((char)0x80), low_byte = _mm512_set1_epi16(0xff);
+  __m512i high = SELECT(bit7, h ? a : _mm512_slli_epi16(a, 4), _mm512_srli_epi16(e, 1));
+  __m512i low = SELECT(bit7, _mm512_slli_epi16(e, 7), m);
+  *even = SELECT(low_byte, low, _mm512_slli_epi16(high, 8));
+  *odd = SELECT(low_byte, _mm512_srli_epi16(low, 8), high);
+}
+
+/* Line j: its four pairs. */
+ALWAYS_INLINE void decode_line(TileDecoder *d, uint32_t j, __m512i pair[4]) {
+  __m512i a = _mm512_loadu_si512(d->a + 64 * j), b = _mm512_loadu_si512(d->b + 64 * j);
+  __m512i c = _mm512_srl_epi16(_mm512_loadu_si512(d->c + 64 * (j / 2)), _mm_cvtsi32_si128(4 * (j % 2)));
+  __m512i not_a = _mm512_ternarylogic_epi32(a, a, a, 0x55);
+  decode_half_line(d, 0, a, not_a, b, c, &pair[0], &pair[2]);
+  decode_half_line(d, 1, a, not_a, b, _mm512_srli_epi16(c, 2), &pair[1], &pair[3]);
+}
+
+static void set_nest_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+  TileDecoder d;
+  tile_decoder_init(&d, w, t);
+  for (uint32_t j = 0; j < 8; j++) {
+    __m512i pair[4];
+    decode_line(&d, j, pair);
+    for (int i = 0; i < 4; i++)
+      _mm512_storeu_si512(out[4 * j + i], pair[i]);
+  }
+}
+
+/* ---- raw ------------------------------------------------------------------------------------------- */
+
+/* 16 rows of 16 dwords, transposed in place. */
+ALWAYS_INLINE void transpose16(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) /* r[4q + c]: columns c, 4 + c, .. of rows 4q .. 4q + 3 */
+    for (int h = 0; h < 2; h++) {
+      r[i + 2 * h] = _mm512_unpacklo_epi64(t[i + h], t[i + 2 + h]);
+      r[i + 2 * h + 1] = _mm512_unpackhi_epi64(t[i + h], t[i + 2 + h]);
+    }
+  for (int c = 0; c < 4; c++) {
+    __m512i low01 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), high01 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+    __m512i low23 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    __m512i high23 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+    t[c] = _mm512_shuffle_i32x4(low01, low23, 0x88);
+    t[8 + c] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
+    t[4 + c] = _mm512_shuffle_i32x4(high01, high23, 0x88);
+    t[12 + c] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
+  }
+  for (int i = 0; i < 16; i++)
+    r[i] = t[i];
+}
+
+/* As raw_decode_tile: columns (k, k + 4) of each eight become neighbours, then dwords are transposed. */
+static void set_raw_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+  const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS;
+  size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = min_size(NEST_COLS, w->cols - k0);
+  const uint16_t *p = w->raw + r0 * w->cols + k0;
+  for (size_t half = 0; half < 2; half++) {
+    __m512i r[16];
+    size_t n = cols > 32 * half ? min_size(32, cols - 32 * half) : 0;
+    if (rows == NEST_ROWS && n == 32)
+      for (size_t i = 0; i < 16; i++)
+        r[i] = _mm512_loadu_si512(p + i * w->cols + 32 * half);
+    else
+      for (size_t i = 0; i < 16; i++)
+        r[i] = i < rows && n ? _mm512_maskz_loadu_epi16((__mmask32)(0xffffffffu >> (32 - n)),
+                                                        p + i * w->cols + 32 * half)
+                             : _mm512_setzero_si512();
+    for (int i = 0; i < 16; i++)
+      r[i] = _mm512_shuffle_epi8(r[i], pairs);
+    transpose16(r);
+    for (int i = 0; i < 16; i++)
+      _mm512_storeu_si512(out[16 * half + (size_t)i], r[i]);
+  }
+}
+
+static void set_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+  if (w->codec == PYCASS_CODEC_NEST)
+    set_nest_decode_tile(w, t, out);
+  else
+    set_raw_decode_tile(w, t, out);
+}
+
+/* ---- target product --------------------------------------------------------------------------------- */
+
+enum { MATMUL_TOKENS = 64, MATMUL_DIRECT = 4, MATMUL_CHUNK = 8 };
+
+/* The pairs of line j times n tokens. s[2t], s[2t + 1]: the two accumulators of token t. */
+ALWAYS_INLINE void multiply_line(__m512 *s, const __m512i pair[4], const float *x, size_t ldx, const int n) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  for (int i = 0; i < 4; i++) {
+    __m512 w0 = _mm512_castsi512_ps(_mm512_slli_epi32(pair[i], 16));
+    __m512 w1 = _mm512_castsi512_ps(_mm512_and_si512(pair[i], upper));
+    for (int t = 0; t < n; t++) {
+      s[2 * t] = _mm512_fmadd_ps(w0, _mm512_set1_ps(x[(size_t)t * ldx + (size_t)i]), s[2 * t]);
+      s[2 * t + 1] = _mm512_fmadd_ps(w1, _mm512_set1_ps(x[(size_t)t * ldx + (size_t)i + 4]), s[2 * t + 1]);
+    }
+  }
+}
+
+/* A row block times n <= 4 tokens, the weights never leaving registers. */
+ALWAYS_INLINE void nest_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx,
+                                const int n) {
+  __m512 s[2 * MATMUL_DIRECT];
+  for (int t = 0; t < 2 * n; t++)
+    s[t] = _mm512_setzero_ps();
+  for (size_t g = 0; g < w->n_group; g++) {
+    TileDecoder d;
+    tile_decoder_init(&d, w, block * w->n_group + g);
+    for (uint32_t j = 0; j < 8; j++) {
+      __m512i pair[4];
+      decode_line(&d, j, pair);
+      multiply_line(s, pair, x + g * NEST_COLS + 8 * j, ldx, n);
+    }
+  }
+  for (int t = 0; t < n; t++)
+    _mm512_storeu_ps(y + (size_t)t * ldy, _mm512_add_ps(s[2 * t], s[2 * t + 1]));
+}
+
+static void nest_block(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx, uint32_t m) {
+  switch (m) {
+  case 1: nest_block_n(y, ldy, w, block, x, ldx, 1); break;
+  case 2: nest_block_n(y, ldy, w, block, x, ldx, 2); break;
+  case 3: nest_block_n(y, ldy, w, block, x, ldx, 3); break;
+  default: nest_block_n(y, ldy, w, block, x, ldx, 4); break;
+  }
+}
+
+/* A decoded tile times n <= 8 tokens; sums [n][2] wait in memory between tiles. */
+ALWAYS_INLINE void tile_chunk_n(__m512 *sums, TilePairs tile, const float *x, size_t ldx, const int n) {
+  __m512 s[2 * MATMUL_CHUNK];
+  for (int t = 0; t < 2 * n; t++)
+    s[t] = sums[t];
+  for (int j = 0; j < 8; j++) {
+    __m512i pair[4];
+    for (int i = 0; i < 4; i++)
+      pair[i] = _mm512_loadu_si512(tile[4 * j + i]);
+    multiply_line(s, pair, x + 8 * j, ldx, n);
+  }
+  for (int t = 0; t < 2 * n; t++)
+    sums[t] = s[t];
+}
+
+static void tile_chunk(__m512 *sums, TilePairs tile, const float *x, size_t ldx, uint32_t n) {
+  switch (n) {
+  case 1: tile_chunk_n(sums, tile, x, ldx, 1); break;
+  case 2: tile_chunk_n(sums, tile, x, ldx, 2); break;
+  case 3: tile_chunk_n(sums, tile, x, ldx, 3); break;
+  case 4: tile_chunk_n(sums, tile, x, ldx, 4); break;
+  case 5: tile_chunk_n(sums, tile, x, ldx, 5); break;
+  case 6: tile_chunk_n(sums, tile, x, ldx, 6); break;
+  case 7: tile_chunk_n(sums, tile, x, ldx, 7); break;
+  default: tile_chunk_n(sums, tile, x, ldx, 8); break;
+  }
+}
+
+/* A row block times m <= 64 tokens: each tile is decoded once, into L1. */
+static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx, uint32_t m) {
+  __m512 sums[2 * MATMUL_TOKENS];
+  for (uint32_t i = 0; i < 2 * m; i++)
+    sums[i] = _mm512_setzero_ps();
+  for (size_t g = 0; g < w->n_group; g++) {
+    _Alignas(64) TilePairs tile;
+    set_decode_tile(w, block * w->n_group + g, tile);
+    for (uint32_t i = 0; i < m; i += MATMUL_CHUNK)
+      tile_chunk(sums + 2 * i, tile, x + i * ldx + g * NEST_COLS, ldx, m - i < MATMUL_CHUNK ? m - i : MATMUL_CHUNK);
+  }
+  for (uint32_t i = 0; i < m; i++)
+    _mm512_storeu_ps(y + i * ldy, _mm512_add_ps(sums[2 * i], sums[2 * i + 1]));
+}
+
+static inline void set_matmul(float *y, size_t ldy, const Matrix *w, const float *x, size_t ldx, uint32_t m,
+                              uint32_t block0, uint32_t block1) {
+  for (uint32_t i = 0; i < m; i += MATMUL_TOKENS) {
+    uint32_t n = m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS;
+    for (size_t block = block0; block < block1; block++) {
+      float *out = y + i * ldy + block * NEST_ROWS;
+      if (n <= MATMUL_DIRECT && w->codec == PYCASS_CODEC_NEST)
+        nest_block(out, ldy, w, block, x + i * ldx, ldx, n);
+      else
+        tiled_block(out, ldy, w, block, x + i * ldx, ldx, n);
+    }
+  }
+}
+
+/* ---- draft product ---------------------------------------------------------------------------------- */
+
+/* Activations of a group as the nibbles want them: of each eight columns the even ones, then the odd ones. */
+typedef struct DraftGroup {
+  int8_t q[NEST_COLS];
+} DraftGroup;
+enum { DRAFT_GROUPS = 512, DRAFT_TOKENS = 16, DRAFT_CHUNK = 4 };
+
+static void draft_gather(DraftGroup *out, const int8_t *q, size_t n) {
+  const __m512i order =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+  for (size_t g = 0; g < n; g++)
+    _mm512_storeu_si512(out[g].q, _mm512_shuffle_epi8(_mm512_loadu_si512(q + g * NEST_COLS), order));
+}
+
+/* Groups [g0, g1) of a row block times n <= 4 tokens, on top of y where g0 > 0. With 128 added the magnitudes are
+ * unsigned bytes, as dpbusd wants them; the sum of q takes it off again. q [n][DRAFT stride] */
+ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const QuantActs *acts, size_t i0,
+                                 const DraftGroup *q, size_t stride, size_t g0, size_t g1, const int n) {
+  const __m512i magnitude = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(4, 13, 22, 31, 43, 61, 85, 119, -4, -13, -22, -31, -43, -61, -85, -119));
+  const __m512i value = _mm512_xor_si512(magnitude, _mm512_set1_epi8((char)0x80));
+  __m512 s[DRAFT_CHUNK];
+  for (int t = 0; t < n; t++)
+    s[t] = g0 ? _mm512_loadu_ps(y + (size_t)t * ldy) : _mm512_setzero_ps();
+  for (size_t g = g0; g < g1; g++) {
+    const uint8_t *a = w->a + 512 * (block * w->n_group + g), *x = w->x + 16 * (block * w->n_group + g);
+    __m512i sum0[DRAFT_CHUNK], sum1[DRAFT_CHUNK];
+    for (int t = 0; t < n; t++) {
+      sum0[t] = _mm512_set1_epi32(-128 * acts->sum[(i0 + (size_t)t) * w->n_group + g]);
+      sum1[t] = _mm512_setzero_si512();
+    }
+    for (int j = 0; j < 8; j++) {
+      __m512i v = _mm512_loadu_si512(a + 64 * j);
+      __m512i low = _mm512_permutexvar_epi8(v, value), high = _mm512_permutexvar_epi8(_mm512_srli_epi16(v, 4), value);
+      for (int t = 0; t < n; t++) {
+        const int8_t *qj = q[(size_t)t * stride + g - g0].q + 8 * j;
+        sum0[t] = _mm512_dpbusd_epi32(sum0[t], low, _mm512_set1_epi32((int)load_u32((const uint8_t *)qj)));
+        sum1[t] = _mm512_dpbusd_epi32(sum1[t], high, _mm512_set1_epi32((int)load_u32((const uint8_t *)qj + 4)));
+      }
+    }
+    __m512 unit = _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)), 23));
+    for (int t = 0; t < n; t++) {
+      __m512 scale = _mm512_mul_ps(_mm512_set1_ps(acts->scale[(i0 + (size_t)t) * w->n_group + g]), unit);
+      s[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(sum0[t], sum1[t])), scale, s[t]);
+    }
+  }
+  for (int t = 0; t < n; t++)
+    _mm512_storeu_ps(y + (size_t)t * ldy, s[t]);
+}
+
+static void draft_block(float *y, size_t ldy, const Matrix *w, size_t block, const QuantActs *acts, size_t i0,
+                        const DraftGroup *q, size_t stride, size_t g0, size_t g1, uint32_t n) {
+  switch (n) {
+  case 1: draft_block_n(y, ldy, w, block, acts, i0, q, stride, g0, g1, 1); break;
+  case 2: draft_block_n(y, ldy, w, block, acts, i0, q, stride, g0, g1, 2); break;
+  case 3: draft_block_n(y, ldy, w, block, acts, i0, q, stride, g0, g1, 3); break;
+  default: draft_block_n(y, ldy, w, block, acts, i0, q, stride, g0, g1, 4); break;
+  }
+}
+
+static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const QuantActs *acts, uint32_t m, uint32_t block0,
+                             uint32_t block1) {
+  _Alignas(64) DraftGroup q[DRAFT_GROUPS];
+  for (uint32_t i0 = 0; i0 < m; i0 += DRAFT_TOKENS) {
+    uint32_t count = m - i0 < DRAFT_TOKENS ? m - i0 : DRAFT_TOKENS;
+    size_t stride = DRAFT_GROUPS / count;
+    for (size_t g0 = 0; g0 < w->n_group; g0 += stride) {
+      size_t n = min_size(stride, w->n_group - g0);
+      for (uint32_t t = 0; t < count; t++)
+        draft_gather(q + t * stride, acts->q + ((size_t)(i0 + t) * w->n_group + g0) * NEST_COLS, n);
+      for (size_t block = block0; block < block1; block++)
+        for (uint32_t t = 0; t < count; t += DRAFT_CHUNK)
+          draft_block(y + (i0 + t) * ldy + block * NEST_ROWS, ldy, w, block, acts, i0 + t, q + t * stride, stride, g0,
+                      g0 + n, count - t < DRAFT_CHUNK ? count - t : DRAFT_CHUNK);
+    }
+  }
+}
+
+#endif

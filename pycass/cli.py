@@ -1,0 +1,406 @@
+"""The command line. Answers go to stdout, everything else to stderr; exit codes: 0 done, 1 failed, 2 wrong usage,
+130 interrupted."""
+
+import contextlib
+import json
+import os
+import sys
+
+import click
+
+from . import options, pull
+from .console import Console, finish_stdout
+from .errors import InvalidArgument, PycassError
+from .options import option
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+EPILOG = (
+    "Every option can be preset by a variable: --ctx-size by PYCASS_CTX_SIZE, and so on. PYCASS_CACHE is the folder "
+    "of converted models. MODEL is a .cass file, a Hugging Face folder, a GGUF file, hf:ORG/NAME, or one of: "
+    + ", ".join(pull.NAMES)
+    + "."
+)
+
+
+@click.group(context_settings=SETTINGS, epilog=EPILOG)
+@click.version_option(package_name="pycass", prog_name="pycass", message="%(prog)s %(version)s")
+def app():
+    """Lossless self-speculative inference of language models."""
+
+
+# ---- shared ----
+
+
+def the_model(given, opt, default=None):
+    """MODEL from the argument, -m, or the default."""
+    if given and opt and given != opt:
+        raise click.UsageError(f"two models: {given} and {opt}")
+    if not (given or opt or default):
+        raise click.UsageError("which model? Give MODEL or --model")
+    return given or opt or default
+
+
+def load_model(name, o, console):
+    """Resolves, converts if need be, and loads."""
+    from .model import Model
+
+    path = resolve(name, console)
+    scaling = rope_scaling(o, path)
+    model = Model.load(
+        path,
+        n_ctx=context_size(o, path),
+        threads=o["threads"],
+        threads_batch=o["threads_batch"],
+        batch_size=o["batch_size"],
+        kernel=o["kernel"],
+        mmap=not o["no_mmap"],
+        mlock=o["mlock"],
+        **({"rope_scaling": scaling} if scaling else {}),
+    )
+    if o.get("no_warmup"):
+        console.note("--no-warmup has no effect: there is no warm-up")
+    console.detail(f"{path}: kernel {model.kernel}, {model.threads} threads, context {model.n_ctx}")
+    return model
+
+
+def resolve(name, console):
+    """The .cass file of a model's name, with a progress bar if it has to be converted."""
+    with console.progress("converting") as progress:
+        return pull.resolve(name, progress=progress, log=console.note)
+
+
+def context_size(o, path):
+    """Model.load's n_ctx: an explicit 0 means the model's own context, however long."""
+    if o["ctx_size"] != 0:
+        return o["ctx_size"] or 0
+    from .file import CassFile
+
+    with CassFile(path) as f:
+        return f.config.n_ctx_train
+
+
+def rope_scaling(o, path):
+    """Model.load's rope_scaling from --rope-scaling and --rope-scale."""
+    kind = o["rope_scaling"]
+    if kind is None:
+        if o["rope_scale"]:
+            raise click.UsageError("--rope-scale needs --rope-scaling linear or yarn")
+        return None
+    if kind == "none":
+        return {"rope_type": "default"}
+    from .file import CassFile
+
+    with CassFile(path) as f:
+        trained = f.config.n_ctx_train
+    factor = o["rope_scale"] or max((o["ctx_size"] or 0) / trained, 0)
+    if factor <= 1:
+        raise click.UsageError(
+            f"--rope-scaling {kind} needs --rope-scale, or a --ctx-size over the model's {trained}"
+        )
+    return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
+
+
+def set_template(tokenizer, o):
+    """Applies --chat-template and --chat-template-file."""
+    if o["chat_template"] and o["chat_template_file"]:
+        raise click.UsageError("--chat-template and --chat-template-file exclude each other")
+    if o["chat_template_file"]:
+        tokenizer.set_chat_template(os.path.abspath(o["chat_template_file"]))
+    elif o["chat_template"]:
+        tokenizer.set_chat_template(o["chat_template"])
+
+
+def template_variables(o):
+    """What the options pass on to the template."""
+    return {} if o["think"] is None else {"enable_thinking": o["think"]}
+
+
+def read_text(path):
+    """The text of a file, or of stdin for "-", without the line end at its end."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else open(path, "rb").read()
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise InvalidArgument(f"{path}: not UTF-8 text (byte {e.start})") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def the_prompt(o):
+    """The prompt from -p, -f or stdin."""
+    if o["prompt"] is not None and o["file"] is not None:
+        raise click.UsageError("--prompt and --file exclude each other")
+    if o["prompt"] is not None:
+        return read_text("-") if o["prompt"] == "-" else o["prompt"]
+    if o["file"] is not None:
+        return read_text(o["file"])
+    if sys.stdin is None or sys.stdin.isatty():
+        raise click.UsageError("no prompt: give -p TEXT or -f FILE, or pipe it in")
+    return read_text("-")
+
+
+# ---- run ----
+
+
+@app.command()
+@click.argument("model", required=False)
+@option("-p", "--prompt", default=None, metavar="TEXT", help="The prompt; - reads stdin.")
+@option("-f", "--file", default=None, type=click.Path(exists=True, dir_okay=False, allow_dash=True), envvar=None,
+        help="Read the prompt from a file; one line end at its end is dropped.")
+@option("--raw", "-no-cnv", "--no-conversation", "raw", is_flag=True,
+        help="Complete the prompt as it is, without the chat template.")
+@option("--special", is_flag=True, help="With --raw: control tokens spelled in the prompt are control tokens.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object with text, token ids and timings.")
+@option("--verify-lossless", is_flag=True, help="Run with and without speculation and compare ids and logits.")
+@options.model
+@options.sampling
+@options.speculation
+@options.template
+@options.log
+def run(model, **o):
+    """Answer one prompt: from -p, -f or stdin.
+
+    A model with a chat template gets the prompt as a user's message; --raw completes the text itself, as does
+    any model without a template."""
+    from . import oneshot
+
+    name = the_model(model, o["model_opt"])
+    prompt = the_prompt(o)
+    console = Console(o["verbose"], o["log_file"])
+    with load_model(name, o, console) as m:
+        set_template(m.tokenizer, o)
+        return oneshot.run(m, prompt, o, template_variables(o), console)
+
+
+# ---- chat ----
+
+
+@app.command()
+@click.argument("model", required=False)
+@option("-p", "--prompt", default=None, metavar="TEXT", help="The first message.")
+@option("-f", "--file", default=None, type=click.Path(exists=True, dir_okay=False), envvar=None,
+        help="Read the first message from a file.")
+@option("-st", "--single-turn", is_flag=True, help="Leave after one reply.")
+@options.model
+@options.sampling
+@options.speculation
+@options.template
+@options.log
+def chat(model, **o):
+    """Chat with a model; without MODEL: smollm2-135m. /help lists the commands."""
+    from . import chat as c
+
+    name = the_model(model, o["model_opt"], pull.DEFAULT)
+    first = the_prompt(o) if o["prompt"] is not None or o["file"] is not None else None
+    console = Console(o["verbose"], o["log_file"])
+    with load_model(name, o, console) as m:
+        set_template(m.tokenizer, o)
+        if not m.tokenizer.chat_template:
+            m.tokenizer.render_chat([{"role": "user", "content": ""}])  # raises, and says what to do
+        terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        talk = c.Conversation(m, options.generation(o, options.seed_of(o)), o["system_prompt"], template_variables(o))
+        reader = c.terminal_reader() if terminal else c.plain_reader(sys.stdin)
+        if terminal and first is None:
+            console.note(f"{name}, context {m.n_ctx}. /help lists the commands, /exit leaves.")
+        loop = c.Chat(
+            talk, reader, sys.stdout, console.note, terminal, terminal or o["verbose"], o["reasoning_format"]
+        )
+        loop.run(first, o["single_turn"])
+        return 1 if loop.failed and not terminal else 0
+
+
+# ---- files ----
+
+
+@app.command()
+@click.argument("src")
+@option("-o", "--out", required=True, type=click.Path(dir_okay=False), envvar=None, help="The .cass file to write.")
+@option("--codec", type=click.Choice(["nest", "raw"]), default="nest", show_default=True,
+        help="nest: speculative and smaller; raw: plain BF16.")
+@options.log
+def convert(src, out, codec, **o):
+    """Convert a Hugging Face folder or a GGUF file to a .cass file."""
+    from . import inspect_file
+    from .convert import convert as do
+
+    console = Console(o["verbose"], o["log_file"])
+    with console.progress("converting") as progress:
+        report = do(src, out, codec=codec, progress=progress)
+    console.note(inspect_file.report_text(report, out))
+
+
+@app.command("pull")
+@click.argument("name")
+@options.log
+def pull_command(name, **o):
+    """Download a known model, or hf:ORG/NAME, and convert it into the cache. Prints the file's path."""
+    console = Console(o["verbose"], o["log_file"])
+    with console.progress("converting") as progress:
+        click.echo(pull.pull(name, progress, console.note))
+
+
+@app.command()
+@click.argument("file", required=False)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--tensors", is_flag=True, help="List the tensors too.")
+@options.log
+def info(file, as_json, tensors, **o):
+    """Describe a .cass file; without FILE: this build's kernel sets and the known models."""
+    from . import inspect_file
+
+    if file is None:
+        found = inspect_file.build()
+        click.echo(json.dumps(found) if as_json else inspect_file.build_text(found))
+        return
+    found = inspect_file.describe(resolve(file, Console(o["verbose"], o["log_file"])), tensors)
+    click.echo(json.dumps(found, ensure_ascii=False) if as_json else inspect_file.describe_text(found))
+
+
+@app.command()
+@click.argument("file")
+@option("--against", default=None, metavar="SRC", envvar=None, help="Compare every weight with this checkpoint's.")
+@options.log
+def verify(file, against, **o):
+    """Check a .cass file: checksums, then every tensor decoded against its recorded hash, or against SRC."""
+    from . import inspect_file
+
+    console = Console(o["verbose"], o["log_file"])
+    with console.progress("verifying") as progress:
+        line = inspect_file.verify(file, against, progress)
+    click.echo(line)
+
+
+@app.command("verify-spec")
+@click.argument("model", required=False)
+@option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", envvar=None, help="A prompt; may be repeated.")
+@option("--lengths", default="1,8,16", show_default=True, metavar="LIST", help="Draft lengths to try.")
+@option("-n", "--predict", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Tokens.")
+@option("--temp", type=float, default=0.0, show_default=True, metavar="X")
+@option("-s", "--seed", type=click.IntRange(0), default=1, show_default=True, metavar="N")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.model
+@options.log
+def verify_spec(model, prompts, lengths, **o):
+    """Show that speculation changes nothing: ids and logits with it and without it are compared bit for bit."""
+    from . import oneshot
+
+    name = the_model(model, o["model_opt"])
+    drafts = number_list(lengths, "--lengths", 1, 16)
+    console = Console(o["verbose"], o["log_file"])
+    with load_model(name, o, console) as m:
+        return oneshot.verify_spec(m, prompts, drafts, o)
+
+
+def number_list(text, name, low, high):
+    """A list like 1,2,8-16."""
+    out = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            out += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list such as 1,2,8-16", param_hint=name) from None
+    if not out or min(out) < low or max(out) > high:
+        raise click.BadParameter(f"numbers from {low} to {high}", param_hint=name)
+    return out
+
+
+# ---- measuring ----
+
+
+@app.command()
+@click.argument("model", required=False)
+@option("-p", "--n-prompt", default="512", show_default=True, metavar="LIST", envvar=None, help="Prompt lengths; 0: none.")
+@option("-n", "--n-gen", default="128", show_default=True, metavar="LIST", envvar=None, help="Tokens to generate; 0: none.")
+@option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, metavar="N")
+@option("-t", "--threads", default="0", metavar="LIST", help="Thread counts; 0: physical cores.")
+@option("-o", "--output", type=click.Choice(["md", "json", "jsonl", "csv"]), default="md", show_default=True)
+@option("--spec", "specs", default="off,on", show_default=True, metavar="LIST", help="Of off, on, auto.")
+@option("--draft-max", type=click.IntRange(1, 16), default=8, show_default=True, metavar="N")
+@option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL.")
+@option("-b", "--batch-size", type=click.IntRange(0, 4096), default=0, metavar="N", help="Prompt tokens per pass.")
+@option("--kernel", default=None, metavar="NAME", help="Force a kernel set.")
+@option("-ngl", "--n-gpu-layers", type=int, default=0, callback=options._cpu_only, metavar="N", help="Only 0.")
+@options.log
+def bench(model, **o):
+    """Measure: prompt tokens (pp512) and generation (tg128) a second, mean and standard deviation.
+
+    Generation continues a built-in text, greedily: speculation depends on what is written."""
+    from . import bench as b
+
+    name = the_model(model, o["model_opt"])
+    plan = b.Plan(
+        prompts=[n for n in number_list(o["n_prompt"], "--n-prompt", 0, 1 << 20) if n],
+        gens=[n for n in number_list(o["n_gen"], "--n-gen", 0, 1 << 20) if n],
+        threads=number_list(o["threads"], "--threads", 0, 4096),
+        specs=o["specs"].split(","),
+        repetitions=o["repetitions"],
+        draft_max=o["draft_max"],
+        batch_size=o["batch_size"],
+        kernel=o["kernel"],
+    )
+    if not set(plan.specs) <= {"off", "on", "auto"}:
+        raise click.BadParameter(f"{o['specs']!r} is not a list of off, on, auto", param_hint="--spec")
+    console = Console(o["verbose"], o["log_file"])
+    b.run(resolve(name, console), name, plan, o["output"], sys.stdout, console)
+
+
+@app.command()
+@click.argument("model", required=False)
+@option("-f", "--file", required=True, type=click.Path(exists=True, dir_okay=False, allow_dash=True), envvar=None,
+        help="UTF-8 text; - reads stdin.")
+@option("--draft", is_flag=True, help="Also of the draft: its perplexity, KL divergence and agreement.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.model
+@options.log
+def perplexity(model, file, draft, as_json, **o):
+    """The perplexity of a text: exp of the mean negative log likelihood of its tokens.
+
+    A text over the context is cut into windows of --ctx-size tokens."""
+    from . import perplexity as p
+
+    name = the_model(model, o["model_opt"])
+    text = read_text(file)
+    console = Console(o["verbose"], o["log_file"])
+    with load_model(name, o, console) as m:
+        found = p.perplexity(m, text, draft, console)
+    click.echo(json.dumps(found) if as_json else p.as_text(found))
+
+
+# ---- entry ----
+
+
+def main(argv=None):
+    """The `pycass` program; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    try:
+        code = app.main(args=argv, prog_name="pycass", standalone_mode=False)
+        finish_stdout()
+        return code if isinstance(code, int) else 0
+    except click.ClickException as e:
+        e.show()
+        return 2 if isinstance(e, click.UsageError) else 1
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush is quiet too
+        return 1
+    except (PycassError, OSError, MemoryError) as e:
+        if os.environ.get("PYCASS_TRACEBACK"):
+            raise
+        print(f"pycass: error: {words(e)}", file=sys.stderr)
+        return 1
+
+
+def words(e):
+    """An exception as a sentence."""
+    if isinstance(e, MemoryError):
+        return "out of memory"
+    if isinstance(e, OSError) and not isinstance(e, PycassError) and e.strerror:
+        return f"{e.filename}: {e.strerror}" if e.filename else e.strerror
+    return str(e) or type(e).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

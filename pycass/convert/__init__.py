@@ -1,0 +1,197 @@
+"""Conversion: a Hugging Face directory or a GGUF file -> a .cass file, bit for bit where the source is BF16."""
+
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .._pycass import ffi, lib
+from ..errors import ConversionError
+from . import arch, writer
+from .gguf import open_gguf
+from .hf import open_hf
+
+__all__ = ["Report", "convert", "open_source", "verify_against"]
+
+CODECS = ("nest", "raw")
+
+
+@dataclass
+class Report:
+    """What a conversion did. Sizes in bytes."""
+
+    out: str
+    name: str
+    family: str
+    codec: str
+    source_format: str
+    source_dtype: str
+    source_sha256: str
+    n_weights: int
+    n_tensors: int
+    n_ctx_train: int
+    tied: bool
+    changed_values: int  # not exactly BF16 in the source (or after dequantisation) and rounded
+    quantized: bool
+    file_bytes: int
+    speculation_bytes: int
+    verification_bytes: int
+    seconds: float
+    notes: list = field(default_factory=list)  # what the user should know, in sentences
+
+    @property
+    def speculation_bits(self):
+        """Bits per weight that the draft reads."""
+        return 8 * self.speculation_bytes / self.n_weights
+
+    @property
+    def bits(self):
+        """Bits per weight of the whole model."""
+        return 8 * (self.speculation_bytes + self.verification_bytes) / self.n_weights
+
+
+def open_source(src, allow_missing_tokenizer=False):
+    """Source of a Hugging Face directory, or of a GGUF file. Close it, or use it in a with statement."""
+    path = Path(src)
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if ggufs and not (path / "config.json").exists():
+            raise ConversionError(f"{path}: no config.json; give one of the GGUF files by name, such as {ggufs[0].name}")
+        return open_hf(path, allow_missing_tokenizer)
+    if not path.exists():
+        raise ConversionError(f"{path}: no such file or folder")
+    if path.suffix in (".safetensors", ".json"):
+        raise ConversionError(f"{path}: give the folder that holds config.json, the weights and the tokenizer")
+    return open_gguf(path)
+
+
+def _require_room(out, needed):
+    try:
+        free = shutil.disk_usage(out.parent).free
+    except OSError as e:
+        raise ConversionError(f"{out.parent}: {e.strerror}") from e
+    if free < needed:
+        raise ConversionError(f"{out}: no room: at least {needed} bytes are needed, {free} are free")
+
+
+def _provenance(source, digest, changed):
+    return {"source": source.name, "source_sha256": digest, "source_format": source.format,
+            "source_dtype": source.dtypes(), "changed_values": changed,
+            "pycass": ffi.string(lib.pycass_version()).decode(), "notes": source.notes}
+
+
+def convert(src, out, codec="nest", progress=None, allow_missing_tokenizer=False, threads=None):
+    """Converts a checkpoint into a .cass file.
+
+    src: folder with config.json, safetensors and a tokenizer, or a GGUF file. out: path of the new file; an older
+    file of that name is replaced only when the new one is whole. codec: "nest", or "raw" for BF16 as it is.
+    progress(done_bytes, total_bytes, tensor_name): bytes of BF16 weights; what it raises ends the conversion.
+    threads: that read and encode; default: the machine's, at most 8.
+    Returns a Report. Raises ConversionError; then, as on any interrupt, nothing is left behind.
+    """
+    if codec not in CODECS:
+        raise ConversionError(f"codec '{codec}' is not known; known: {', '.join(CODECS)}")
+    out = Path(out)
+    if out.is_dir():
+        raise ConversionError(f"{out}: is a folder")
+    if not out.parent.is_dir():
+        raise ConversionError(f"{out.parent}: no such folder")
+    threads = threads or min(8, os.cpu_count() or 1)
+    begin = time.monotonic()
+    with open_source(src, allow_missing_tokenizer) as source:
+        file = None
+        try:
+            plans, speculation = writer.make_plan(source.tensors, codec)
+            _require_room(out, writer.minimum_bytes(plans, speculation))
+            file = writer.PartialFile(out)
+            report = _write(source, file, plans, speculation, progress, threads)
+            file.commit()
+        finally:
+            if file is not None:
+                file.discard()
+    report.codec, report.seconds = codec, time.monotonic() - begin
+    return report
+
+
+def _write(source, file, plans, speculation, progress, threads):
+    """Everything between opening and renaming the file; the source's digest is made beside it."""
+    cfg, stopped = source.config, False
+    with ThreadPoolExecutor(1) as beside:
+        digest = beside.submit(source.sha256, lambda: stopped)
+        try:
+            tensors = writer.TensorWriter(file, plans, speculation, progress, threads)
+            tensors.run()
+        except BaseException:
+            stopped = True
+            raise
+        digest = digest.result()
+    flags = (arch.FLAG_TIED if cfg.tied else 0) | (arch.FLAG_ROUNDED if tensors.changed else 0)
+    flags |= arch.FLAG_QUANTIZED if source.quantized else 0
+    notes = _closing_notes(source, tensors.changed)
+    blob = source.json | {"provenance": _provenance(source, digest, tensors.changed)}
+    size = writer.finish(file, tensors, speculation, cfg, flags, blob)
+    return Report(
+        out=str(file.out), name=source.json.get("name") or source.name, family=cfg.family, codec="",
+        source_format=source.format, source_dtype=source.dtypes(), source_sha256=digest,
+        n_weights=sum(p.ref.rows * p.ref.cols for p in plans), n_tensors=len(plans), n_ctx_train=cfg.n_ctx_train,
+        tied=cfg.tied, changed_values=tensors.changed, quantized=source.quantized, file_bytes=size,
+        speculation_bytes=speculation, verification_bytes=tensors.verification, seconds=0.0, notes=notes)
+
+
+def _closing_notes(source, changed):
+    notes = source.notes
+    if source.quantized:
+        notes.append("the source is quantised: its values, rounded to BF16, are the model that is kept exactly")
+    elif changed:
+        notes.append(f"{changed} values were not exactly BF16 and were rounded to nearest even")
+    return notes
+
+
+# ---- verification ----------------------------------------------------------------------------------------------
+
+
+def verify_against(cass_path, src):
+    """Differences between a .cass file and a source, as sentences; an empty list when every bit is the same.
+
+    Reads the source as convert() does and compares tensors, BF16 bits and hyperparameters. Raises ConversionError
+    for a source that cannot be read, and the errors of CassFile for the file.
+    """
+    from ..file import CassFile
+
+    with open_source(src, allow_missing_tokenizer=True) as source, CassFile(cass_path) as cass:
+        differences = _config_differences(cass.config, source.config)
+        differences += [f"{name}: only in the source" for name in source.tensors if name not in cass.tensors]
+        differences += [f"{name}: only in the .cass file" for name in cass.tensors if name not in source.tensors]
+        for name, ref in source.tensors.items():
+            if name in cass.tensors:
+                differences += _tensor_differences(name, ref, cass)
+    return differences
+
+
+def _config_differences(stored, cfg):
+    same = ("n_vocab", "n_ctx_train", "n_embd", "n_ff", "n_layer", "n_head", "n_head_kv", "head_dim")
+    out = [f"{k}: {getattr(stored, k)} in the .cass file, {getattr(cfg, k)} in the source"
+           for k in same if getattr(stored, k) != getattr(cfg, k)]
+    for k in ("rms_eps", "rope_attention_factor"):
+        if np.float32(getattr(stored, k)) != np.float32(getattr(cfg, k)):
+            out.append(f"{k}: {getattr(stored, k)} in the .cass file, {getattr(cfg, k)} in the source")
+    if not np.array_equal(np.asarray(stored.rope_inv_freq, np.float32), cfg.rope_inv_freq):
+        out.append("rope_inv_freq: the frequencies differ")
+    return out
+
+
+def _tensor_differences(name, ref, cass):
+    stored = cass.bf16(name)
+    if tuple(stored.shape) != ref.shape:
+        return [f"{name}: shape {list(stored.shape)} in the .cass file, {list(ref.shape)} in the source"]
+    stored, wrong, first = stored.reshape(ref.rows, ref.cols), 0, None
+    for r0, r1 in ref.chunks():
+        unequal = ref.read(r0, r1)[0] != stored[r0:r1]
+        if unequal.any():
+            first = first or tuple(int(i) for i in np.argwhere(unequal)[0] + (r0, 0))
+            wrong += int(unequal.sum())
+    return [f"{name}: {wrong} of {stored.size} values differ, first at [{first[0]}, {first[1]}]"] if wrong else []

@@ -1,0 +1,310 @@
+"""Writes a .cass file: streamed, checked, and only renamed to its name when it is whole."""
+
+import errno
+import json
+import os
+import secrets
+import struct
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .._pycass import ffi, lib
+from ..errors import ConversionError
+from . import arch
+
+try:
+    import fcntl
+except ImportError:  # no locks: then leftovers of killed conversions stay
+    fcntl = None
+
+MAGIC, VERSION, HEADER = b"\x89CASS\r\n\x1a", 1, 4096
+RAW, NEST = 0, 1
+SPECULATION, VERIFICATION, CONFIG, DIRECTORY, JSON = range(1, 6)
+PART_RAW, PART_A, PART_X, PART_B, PART_C, PART_SIDE = 1, 16, 17, 18, 19, 20
+SIDE_TAIL = 1024  # zero bytes behind the side records, so that a damaged file cannot be read past its end
+
+
+def _align(n, to=64):
+    return (n + to - 1) // to * to
+
+
+def crc32c(data, crc=0):
+    """CRC-32C of a bytes-like object, chained from crc."""
+    view = ffi.from_buffer(data)
+    return lib.pycass_crc32c(crc, view, len(view))
+
+
+@dataclass
+class Plan:
+    """One tensor's place in the file. Parts: {type: [section, offset in it, size]}."""
+
+    ref: object  # source.TensorRef
+    codec: int
+    parts: dict
+    tiles: int = 0
+    side_bytes: int = 0  # of the records so far
+    bf16_crc: int = 0
+
+
+def nest_parts(rows, cols):
+    """(tiles, sizes of A, X, B, C) of a [rows, cols] matrix."""
+    tiles = -(-rows // 16) * -(-cols // 64)
+    return tiles, 512 * tiles, _align(16 * tiles), 512 * tiles, 256 * tiles
+
+
+def make_plan(tensors, codec):
+    """([Plan], size of SPECULATION). Verification offsets follow as the side parts' sizes become known."""
+    plans, at = [], 0
+    for ref in tensors.values():
+        if codec == "nest" and len(ref.shape) == 2:
+            tiles, a, x, *_ = nest_parts(ref.rows, ref.cols)
+            plans.append(Plan(ref, NEST, {PART_A: [1, at, a], PART_X: [1, at + a, x]}, tiles))
+            at += a + x
+        else:
+            size = ref.rows * ref.cols * 2
+            plans.append(Plan(ref, RAW, {PART_RAW: [1, at, size]}))
+            at = _align(at + size)
+    return plans, at
+
+
+def minimum_bytes(plans, speculation):
+    """Bytes that the file has at least: all but the side parts and the metadata."""
+    return HEADER + speculation + sum(768 * p.tiles for p in plans)
+
+
+def encode_nest(bits):
+    """The parts (A, X, B, C, side offsets, side records) of rows of a matrix, BF16 uint16 [rows, cols]."""
+    rows, cols = bits.shape
+    sizes = ffi.new("pycass_nest_sizes *")
+    _check(lib.pycass_nest_bound(rows, cols, sizes))
+    a, x, b, c, side = (np.empty(n, np.uint8) for n in (sizes.a, sizes.x, sizes.b, sizes.c, sizes.side_bound))
+    size = ffi.new("size_t *")
+    pointers = [ffi.from_buffer("uint8_t[]", p, require_writable=True) for p in (a, x, b, c, side)]
+    _check(lib.pycass_nest_encode(ffi.from_buffer("uint16_t[]", bits), rows, cols, *pointers, size))
+    tiles = nest_parts(rows, cols)[0]
+    offsets = side[:4 * (tiles + 1)].view("<u4").astype(np.int64)
+    return a, x[:16 * tiles], b, c, offsets - offsets[0], side[offsets[0]:offsets[-1]].copy()
+
+
+def _check(status):
+    if status:
+        raise ConversionError("encoding failed: " + ffi.string(lib.pycass_error_detail()).decode())
+
+
+# ---- the file under construction -------------------------------------------------------------------------------
+
+
+class PartialFile:
+    """OUT.<pid>-<random>.partial, locked while it is written; renamed to OUT by commit(), else removed."""
+
+    def __init__(self, out):
+        self.out = Path(out)
+        remove_leftovers(self.out)
+        self.path = self.out.with_name(f"{self.out.name}.{os.getpid()}-{secrets.token_hex(3)}.partial")
+        try:
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as e:
+            raise ConversionError(f"{self.path}: {e.strerror}") from e
+        if fcntl:
+            fcntl.flock(self.fd, fcntl.LOCK_EX)
+        self.size = 0
+
+    def write(self, offset, data):
+        """Writes a bytes-like object at an offset; gaps are zero."""
+        view, done = memoryview(data).cast("B"), 0
+        while done < len(view):
+            try:
+                done += os.pwrite(self.fd, view[done:done + (1 << 30)], offset + done)
+            except OSError as e:
+                raise self._failure(e) from e
+        self.size = max(self.size, offset + len(view))
+
+    def read(self, offset, size):
+        return os.pread(self.fd, size, offset)
+
+    def _failure(self, e):
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return ConversionError(f"{self.out}: no room: {e.strerror} after {self.size} bytes; nothing was kept")
+        return ConversionError(f"{self.path}: {e.strerror}")
+
+    def commit(self):
+        """Makes the file durable and gives it its name, replacing an older one."""
+        try:
+            os.fsync(self.fd)
+            os.replace(self.path, self.out)
+        except OSError as e:
+            raise self._failure(e) from e
+        os.close(self.fd)
+        self.fd = None
+        _sync_folder(self.out.parent)
+
+    def discard(self):
+        """Removes the file unless it was committed."""
+        if self.fd is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self.fd)
+            self.fd = None
+
+
+def _sync_folder(folder):
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass  # some file systems cannot; the file itself is durable
+    finally:
+        os.close(fd)
+
+
+def remove_leftovers(out):
+    """Removes partial files of conversions to `out` that were killed: those that nobody holds a lock on."""
+    for path in out.parent.glob(f"{_glob_escape(out.name)}.*.partial") if fcntl else ():
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass  # in use
+        finally:
+            os.close(fd)
+
+
+def _glob_escape(name):
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------
+
+
+class TensorWriter:
+    """Streams tensors: chunks of rows are read and encoded by threads and written in order."""
+
+    def __init__(self, file, plans, speculation, progress, threads):
+        self.file, self.plans, self.progress = file, plans, progress
+        self.verification_at = _align(HEADER + speculation, 4096)
+        self.verification = 0  # bytes so far
+        self.changed, self.done = 0, 0
+        self.total = sum(2 * p.ref.rows * p.ref.cols for p in plans)
+        self.threads = threads
+
+    def run(self):
+        """Writes all tensors. A failure or interrupt leaves no thread behind."""
+        work = ((p, c) for p in self.plans for c in p.ref.chunks())
+        pool, queue = ThreadPoolExecutor(self.threads), deque()
+        try:
+            for plan, chunk in work:
+                queue.append((plan, chunk, pool.submit(self._encode, plan, chunk)))
+                if len(queue) > self.threads + 1:
+                    self._finish(*queue.popleft())
+            while queue:
+                self._finish(*queue.popleft())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    @staticmethod
+    def _encode(plan, chunk):
+        bits, changed = plan.ref.read(*chunk)
+        return bits, changed, encode_nest(bits) if plan.codec == NEST else None
+
+    def _finish(self, plan, chunk, future):
+        bits, changed, parts = future.result()
+        self.changed += changed
+        plan.bf16_crc = crc32c(bits, plan.bf16_crc)
+        if parts is None:
+            self.file.write(HEADER + plan.parts[PART_RAW][1] + chunk[0] * plan.ref.cols * 2, bits)
+        else:
+            self._write_nest(plan, chunk, parts)
+        self.done += bits.nbytes
+        if self.progress:
+            self.progress(self.done, self.total, plan.ref.name)
+
+    def _write_nest(self, plan, chunk, parts):
+        a, x, b, c, offsets, records = parts
+        if chunk[0] == 0:
+            self._place_verification(plan)
+        tile = chunk[0] // 16 * -(-plan.ref.cols // 64)
+        for kind, unit, data in ((PART_A, 512, a), (PART_X, 16, x), (PART_B, 512, b), (PART_C, 256, c)):
+            section, at, _ = plan.parts[kind]
+            self.file.write((HEADER if section == 1 else self.verification_at) + at + tile * unit, data)
+        table = 4 * (plan.tiles + 1)
+        side = self.verification_at + plan.parts[PART_SIDE][1]
+        if table + plan.side_bytes + len(records) >= 1 << 32:
+            raise ConversionError(f"tensor {plan.ref.name} is too large for its side part")
+        self.file.write(side + 4 * tile, (offsets + table + plan.side_bytes).astype("<u4"))
+        self.file.write(side + table + plan.side_bytes, records)
+        plan.side_bytes += len(records)
+        if chunk[1] == plan.ref.rows:
+            self._end_side(plan)
+
+    def _place_verification(self, plan):
+        """Gives B, C and side their offsets behind everything written so far."""
+        _, _, _, b, c = nest_parts(plan.ref.rows, plan.ref.cols)
+        at = self.verification
+        plan.parts |= {PART_B: [2, at, b], PART_C: [2, at + b, c], PART_SIDE: [2, at + b + c, 0]}
+
+    def _end_side(self, plan):
+        used = 4 * (plan.tiles + 1) + plan.side_bytes
+        size = _align(used + SIDE_TAIL)
+        part = plan.parts[PART_SIDE]
+        part[2] = size
+        self.file.write(self.verification_at + part[1] + used, bytes(size - used))
+        self.verification = part[1] + size
+
+
+# ---- the small sections and the header -------------------------------------------------------------------------
+
+
+def config_section(cfg, flags):
+    """CONFIG's bytes."""
+    numbers = (arch.FAMILIES[cfg.family], cfg.n_vocab, cfg.n_token, cfg.n_ctx_train, cfg.n_embd, cfg.n_ff, cfg.n_layer,
+               cfg.n_head, cfg.n_head_kv, cfg.head_dim, flags)
+    return struct.pack("<11I2f12x", *numbers, cfg.rms_eps, cfg.rope_attention_factor) + cfg.rope_inv_freq.astype("<f4").tobytes()
+
+
+def directory_section(plans):
+    """DIRECTORY's bytes."""
+    out = bytearray(struct.pack("<II", len(plans), 0))
+    for p in plans:
+        name, shape = p.ref.name.encode(), (*p.ref.shape, 0)[:2]
+        out += struct.pack("<HBBB3x2QII", len(name), p.codec, len(p.ref.shape), len(p.parts), *shape, p.bf16_crc, 0) + name
+        for kind, (section, at, size) in p.parts.items():
+            out += struct.pack("<IIQQ8x", kind, section, at, size)
+    return bytes(out)
+
+
+def _section_crc(file, offset, size, tick):
+    crc = 0
+    for at in range(offset, offset + size, 16 << 20):
+        piece = file.read(at, min(16 << 20, offset + size - at))
+        crc = crc32c(piece, crc)
+        tick()
+    return crc
+
+
+def finish(file, writer, speculation, cfg, flags, blob, tick=lambda: None):
+    """Appends CONFIG, DIRECTORY and JSON, and writes the header with all checksums. Returns the file's size."""
+    text = json.dumps(blob, ensure_ascii=False).encode("utf-8", errors="replace")
+    sections = [(SPECULATION, HEADER, speculation), (VERIFICATION, writer.verification_at, writer.verification)]
+    at = _align(writer.verification_at + writer.verification)
+    for kind, data in ((CONFIG, config_section(cfg, flags)), (DIRECTORY, directory_section(writer.plans)), (JSON, text)):
+        file.write(at, data)
+        sections.append((kind, at, len(data)))
+        at = _align(at + len(data))
+    size = sections[-1][1] + sections[-1][2]
+    header = bytearray(HEADER)
+    struct.pack_into("<8sIIQII", header, 0, MAGIC, VERSION, HEADER, size, len(sections), 0)
+    for i, (kind, offset, length) in enumerate(sections):
+        struct.pack_into("<IIQQ8x", header, 32 + 32 * i, kind, _section_crc(file, offset, length, tick), offset, length)
+    struct.pack_into("<I", header, HEADER - 4, crc32c(bytes(header[:HEADER - 4])))
+    file.write(0, header)
+    return size

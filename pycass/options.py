@@ -1,0 +1,137 @@
+"""The command line's options: names that llama.cpp's users know, each with a PYCASS_* variable as its default."""
+
+import functools
+import random
+import re
+
+import click
+
+SAMPLING = ("top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
+
+
+def option(*names, **kw):
+    """A click option whose default may come from the environment: --ctx-size from PYCASS_CTX_SIZE."""
+    long = next(n for n in names if n.startswith("--")).split("/")[0]
+    kw.setdefault("envvar", "PYCASS_" + long.lstrip("-").replace("-", "_").upper())
+    return click.option(*names, **kw)
+
+
+def stack(*options):
+    """One decorator of several options, in the order in which --help shows them."""
+    return lambda f: functools.reduce(lambda g, o: o(g), reversed(options), f)
+
+
+def _cpu_only(ctx, param, value):
+    if value:
+        raise click.BadParameter("this build computes on the CPU only: 0 is the only value so far")
+    return value
+
+
+def _bf16_only(ctx, param, value):
+    if value.lower() != "bf16":
+        raise click.BadParameter("the KV cache is bf16 in this version; no other type is supported yet")
+    return value
+
+
+def _bias(ctx, param, values):
+    """llama.cpp's spelling: 15043+1, 15043-1, 15043-inf."""
+    out = {}
+    for v in values:
+        m = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*(?:e[+-]?\d+)?))", v.strip())
+        if not m:
+            raise click.BadParameter(f"{v!r} is not of the form ID+BIAS or ID-BIAS, such as 15043+1 or 15043-inf")
+        out[int(m.group(1))] = float(m.group(2))
+    return out
+
+
+def _threads(ctx, param, value):
+    return max(value, 0)  # -1 is "choose" elsewhere
+
+
+model = stack(
+    option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL."),
+    option("-c", "--ctx-size", type=click.IntRange(0), default=None, metavar="N",
+           help="Tokens of context; 0: the model's own. Without it: the model's, but at most 4096."),
+    option("-t", "--threads", type=int, default=0, metavar="N", callback=_threads, help="Threads; 0: physical cores."),
+    option("-tb", "--threads-batch", type=int, default=0, metavar="N", callback=_threads,
+           help="Threads for prompts; 0: as --threads."),
+    option("-b", "--batch-size", type=click.IntRange(0, 4096), default=0, metavar="N",
+           help="Prompt tokens per pass; 0: 512."),
+    option("--kernel", default=None, metavar="NAME", help="Force a kernel set (see `pycass info`)."),
+    option("--no-mmap", is_flag=True, help="Read the file into memory instead of mapping it."),
+    option("--mlock", is_flag=True, help="Keep the weights resident."),
+    option("--rope-scaling", type=click.Choice(["none", "linear", "yarn"]), default=None,
+           help="Replace the model's rope scaling; linear and yarn take their factor from --rope-scale."),
+    option("--rope-scale", type=click.FloatRange(1), default=None, metavar="X",
+           help="Factor of --rope-scaling; without it --ctx-size over the model's own context."),
+    option("-ngl", "--n-gpu-layers", "--gpu-layers", type=int, default=0, callback=_cpu_only, metavar="N",
+           help="Only 0: this version computes on the CPU."),
+    option("-ctk", "--cache-type-k", default="bf16", callback=_bf16_only, metavar="TYPE", help="Only bf16 so far."),
+    option("-ctv", "--cache-type-v", default="bf16", callback=_bf16_only, metavar="TYPE", help="Only bf16 so far."),
+    option("--kv", default="bf16", callback=_bf16_only, metavar="TYPE", help="Only bf16 so far."),
+    option("--no-warmup", is_flag=True, help="Accepted; there is no warm-up to skip."),
+)  # fmt: skip
+
+log = stack(
+    option("-v", "--verbose", is_flag=True, help="Say on stderr what is loaded and how fast it ran."),
+    option("--log-file", type=click.Path(dir_okay=False), default=None, help="Append messages to this file too."),
+)
+
+sampling = stack(
+    option("-n", "--predict", "--n-predict", type=click.IntRange(-1), default=-1, metavar="N",
+           help="At most this many tokens; -1: until the model is done or the context is full."),
+    option("-s", "--seed", type=click.IntRange(-1, 2**64 - 1), default=-1, metavar="N", help="-1: random."),
+    option("--temp", "--temperature", type=float, default=0.8, show_default=True, metavar="X",
+           help="0: always the most likely token."),
+    option("--top-k", type=int, default=40, show_default=True, metavar="N", help="0: off."),
+    option("--top-p", type=float, default=0.95, show_default=True, metavar="X", help="1: off."),
+    option("--min-p", type=float, default=0.05, show_default=True, metavar="X", help="0: off."),
+    option("--repeat-penalty", type=float, default=1.0, show_default=True, metavar="X", help="1: off."),
+    option("--repeat-last-n", type=click.IntRange(-1), default=64, show_default=True, metavar="N",
+           help="Tokens that the penalties look at; -1: all."),
+    option("--presence-penalty", type=float, default=0.0, metavar="X", help="0: off."),
+    option("--frequency-penalty", type=float, default=0.0, metavar="X", help="0: off."),
+    option("-l", "--logit-bias", multiple=True, callback=_bias, metavar="ID(+/-)BIAS", help="Such as 15043-inf."),
+    option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token."),
+    option("-r", "--reverse-prompt", "--stop", "reverse_prompt", multiple=True, metavar="TEXT",
+           help="Stop at this text, which is not shown. May be repeated."),
+)  # fmt: skip
+
+speculation = stack(
+    option("--spec", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
+           help="Self-speculation. The output is the same; auto turns it off when it does not pay."),
+    option("--draft-max", "--spec-draft-n-max", "--draft", "draft_max", type=click.IntRange(1, 16), default=8,
+           show_default=True, metavar="N", help="Longest draft."),
+)  # fmt: skip
+
+template = stack(
+    option("-sys", "--system-prompt", default=None, metavar="TEXT", help="The system message."),
+    option("--chat-template", default=None, metavar="NAME|JINJA",
+           help="Instead of the model's: chatml, llama2, llama3, mistral, zephyr, plain, or Jinja text."),
+    option("--chat-template-file", type=click.Path(exists=True, dir_okay=False), default=None,
+           help="Instead of the model's: a file of Jinja text."),
+    option("--jinja", is_flag=True, hidden=True),  # elsewhere this turns Jinja on; here it always is
+    option("--think/--no-think", default=None, help="Set the template's enable_thinking, where it has one."),
+    option("--reasoning-format", type=click.Choice(["none", "deepseek", "auto"]), default="auto", show_default=True,
+           help="<think> text: none leaves it alone, deepseek sets it apart, auto dims it on a terminal."),
+)  # fmt: skip
+
+
+def seed_of(o):
+    """The seed to use: a random one, small enough to type again, for -1."""
+    return random.getrandbits(32) if o["seed"] == -1 else o["seed"]
+
+
+def generation(o, seed):
+    """Model.generate's arguments from the options."""
+    kw = {name: o[name] for name in SAMPLING}
+    return kw | {
+        "max_tokens": o["predict"],
+        "temperature": o["temp"],
+        "logit_bias": o["logit_bias"] or None,
+        "ignore_eos": o["ignore_eos"],
+        "stop": list(o["reverse_prompt"]) or None,
+        "spec": o["spec"],
+        "draft_max": o["draft_max"],
+        "seed": seed,
+    }

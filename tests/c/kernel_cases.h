@@ -1,0 +1,103 @@
+/* Matrices and comparisons for the kernel tests. */
+#ifndef CASS_KERNEL_CASES_H
+#define CASS_KERNEL_CASES_H
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "kernels.h"
+
+#define CHECK(cond, ...)                                                                                               \
+  do {                                                                                                                 \
+    if (!(cond)) {                                                                                                     \
+      printf("%s:%d: %s: ", __FILE__, __LINE__, #cond);                                                                \
+      printf(__VA_ARGS__);                                                                                             \
+      printf("\n");                                                                                                    \
+      exit(1);                                                                                                         \
+    }                                                                                                                  \
+  } while (0)
+
+static uint64_t random_state = 1;
+static inline uint32_t random_u32(void) {
+  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+  uint32_t x = (uint32_t)(random_state >> 32);
+  return x ^ x >> 15;
+}
+static inline uint32_t random_below(uint32_t n) { return random_u32() % n; }
+static inline float random_unit(void) { return (float)(random_u32() >> 8) / 16777216.0f; }
+static inline float random_gauss(void) {
+  return sqrtf(-2.0f * logf(random_unit() + 1e-9f)) * cosf(6.2831853f * random_unit());
+}
+
+enum { GAUSS, ZERO, DENORMAL, WIDE, BITS, CELL0, CELL7, OVER, N_KIND };
+static const char *const kind_name[N_KIND] = {"gauss", "zero", "denormal", "wide", "bits", "cell0", "cell7", "over"};
+
+static inline uint16_t random_weight(int kind) {
+  uint16_t sign = (uint16_t)(random_u32() & 0x8000u), mantissa = (uint16_t)(random_u32() & 127u);
+  switch (kind) {
+  case GAUSS: return bf16_from_f32(0.02f * random_gauss());
+  case ZERO: return sign;
+  case DENORMAL: return (uint16_t)(sign | mantissa | (random_below(8) == 0) << 7);
+  case WIDE: return (uint16_t)(sign | (60 + random_below(120)) << 7 | mantissa); /* finite products */
+  case BITS: return (uint16_t)random_u32();
+  case CELL0: return (uint16_t)(sign | (100 + random_below(8)) << 7 | mantissa); /* but for the group's first */
+  case CELL7: return (uint16_t)(sign | 120 << 7 | mantissa | 64);
+  default: return (uint16_t)(sign | (119 + random_below(2)) << 7 | 1); /* e = G + 1 where G is one less */
+  }
+}
+
+/* A matrix in buffers of exactly the documented sizes. */
+typedef struct Case {
+  Matrix w;
+  uint16_t *bits; /* [rows][cols] */
+  uint8_t *a, *x, *b, *c, *side;
+  size_t side_size;
+} Case;
+
+static inline void *copy_exact(const void *p, size_t n) {
+  void *q = malloc(n);
+  return memcpy(q, p, n);
+}
+
+static inline Case case_make(pycass_codec codec, int kind, uint32_t rows, uint32_t cols) {
+  Case t = {.w = matrix_shape(codec, rows, cols)};
+  t.bits = malloc(sizeof(uint16_t) * rows * cols);
+  for (size_t i = 0; i < (size_t)rows * cols; i++)
+    t.bits[i] = kind == CELL0 && i % cols % 64 == 0 ? (uint16_t)(111 << 7) : random_weight(kind);
+  t.w.raw = t.bits;
+  if (codec == PYCASS_CODEC_RAW)
+    return t;
+  pycass_nest_sizes n;
+  CHECK(pycass_nest_bound(rows, cols, &n) == PYCASS_OK, "bound");
+  t.a = malloc(n.a), t.x = malloc(n.x), t.b = malloc(n.b), t.c = malloc(n.c);
+  uint8_t *side = malloc(n.side_bound);
+  CHECK(pycass_nest_encode(t.bits, rows, cols, t.a, t.x, t.b, t.c, side, &t.side_size) == PYCASS_OK, "encode");
+  t.side = copy_exact(side, t.side_size);
+  free(side);
+  t.w.a = t.a, t.w.x = t.x, t.w.b = t.b, t.w.c = t.c, t.w.side = t.side, t.w.raw = NULL;
+  return t;
+}
+
+static inline void case_free(Case *t) {
+  free(t->bits), free(t->a), free(t->x), free(t->b), free(t->c), free(t->side);
+}
+
+/* Activations [m][ld], zero from cols on. */
+static inline float *random_acts(uint32_t m, uint32_t cols, size_t ld) {
+  float *x = calloc((size_t)m * ld, sizeof *x);
+  for (uint32_t i = 0; i < m; i++)
+    for (uint32_t k = 0; k < cols; k++)
+      x[i * ld + k] = random_gauss() * (random_below(50) ? 1.0f : 20.0f);
+  return x;
+}
+
+/* Same bits, or both NaN: which NaN comes out of a sum of NaNs is no one's business. */
+static inline int same_floats(const float *a, const float *b, size_t n) {
+  for (size_t i = 0; i < n; i++)
+    if (f32_bits(a[i]) != f32_bits(b[i]) && !(isnan(a[i]) && isnan(b[i])))
+      return 0;
+  return 1;
+}
+
+#endif

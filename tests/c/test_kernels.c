@@ -1,0 +1,248 @@
+/* Every kernel set that this machine runs against the scalar one, bit for bit. */
+#include "kernel_cases.h"
+
+enum { MAX_SETS = 8 };
+static const Kernels *scalar, *sets[MAX_SETS];
+static int n_sets;
+
+static void find_sets(void) {
+  const char *name;
+  int runs;
+  for (size_t i = 0; (name = pycass_kernel_name(i, &runs)) != NULL; i++) {
+    const Kernels *k = NULL;
+    pycass_status status = kernels_select(name, &k);
+    CHECK(runs ? status == PYCASS_OK : status == PYCASS_ERR_KERNEL, "%s: status %d", name, (int)status);
+    CHECK(!runs || strcmp(k->name, name) == 0, "%s was forced, %s came", name, k->name);
+    printf("%s: %s\n", name, runs ? "runs" : "this machine cannot run it");
+    if (runs && strcmp(name, "scalar") == 0)
+      scalar = k;
+    else if (runs)
+      sets[n_sets++] = k;
+  }
+  CHECK(scalar, "no scalar set");
+}
+
+static void test_select(void) {
+  const Kernels *k = NULL;
+  CHECK(kernels_select("no such set", &k) == PYCASS_ERR_KERNEL && !k, "an unknown name was taken");
+  CHECK(strstr(pycass_error_detail(), "scalar"), "the error does not list the sets: %s", pycass_error_detail());
+  setenv("PYCASS_KERNEL", "scalar", 1);
+  CHECK(kernels_select(NULL, &k) == PYCASS_OK && k == scalar, "PYCASS_KERNEL was ignored");
+  setenv("PYCASS_KERNEL", "bogus", 1);
+  CHECK(kernels_select(NULL, &k) == PYCASS_ERR_KERNEL, "a bogus PYCASS_KERNEL was taken");
+  unsetenv("PYCASS_KERNEL");
+  CHECK(kernels_select(NULL, &k) == PYCASS_OK, "no default set");
+}
+
+/* ---- decoding -------------------------------------------------------------------------------------- */
+
+static void check_tiles(const Matrix *w, const char *what) {
+  for (size_t t = 0; t < matrix_tiles(w); t++) {
+    TilePairs want, got;
+    nest_decode_tile(w, t, want);
+    for (int s = 0; s < n_sets; s++) {
+      memset(got, 0x55, sizeof got);
+      sets[s]->nest_decode_tile(w, t, got);
+      CHECK(memcmp(want, got, sizeof got) == 0, "%s, %s: %u x %u, tile %zu", sets[s]->name, what, w->rows, w->cols, t);
+    }
+  }
+}
+
+static void test_decode(void) {
+  for (int kind = 0; kind < N_KIND; kind++)
+    for (int i = 0; i < 12; i++) {
+      uint32_t rows = 1 + random_below(70), cols = 1 + random_below(300);
+      Case t = case_make(PYCASS_CODEC_NEST, kind, rows, cols);
+      uint16_t *bits = malloc(sizeof *bits * rows * cols);
+      matrix_bits(&t.w, bits);
+      CHECK(memcmp(bits, t.bits, sizeof *bits * rows * cols) == 0, "scalar, %s: other bits", kind_name[kind]);
+      free(bits);
+      check_tiles(&t.w, kind_name[kind]);
+      case_free(&t);
+    }
+}
+
+/* Planes of any bytes: the same bits from every set, and no read outside the buffers (for address sanitizer). */
+static void test_damaged_planes(void) {
+  for (int i = 0; i < 60; i++) {
+    Matrix w = matrix_shape(PYCASS_CODEC_NEST, 1 + random_below(40), 1 + random_below(300));
+    size_t tiles = matrix_tiles(&w), offsets = 4 * (tiles + 1), records = random_below(3) ? random_below(900) : 0;
+    size_t size = offsets + records + NEST_SIDE_SLACK;
+    uint8_t *a = malloc(512 * tiles), *x = malloc(16 * tiles), *b = malloc(512 * tiles), *c = malloc(256 * tiles);
+    uint8_t *side = malloc(NEST_MAX_ESCAPES + size); /* escapes may be taken from before the part */
+    static const uint8_t fill[] = {0x00, 0x77, 0xff, 0x88, 0x70, 0x07, 0x10};
+    for (size_t k = 0; k < 512 * tiles; k++) {
+      a[k] = i % 8 == 7 ? (uint8_t)random_u32() : i % 8 == 6 ? fill[random_below(7)] : fill[i % 8];
+      b[k] = (uint8_t)random_u32();
+    }
+    for (size_t k = 0; k < 256 * tiles; k++)
+      c[k] = (uint8_t)random_u32();
+    for (size_t k = 0; k < 16 * tiles; k++)
+      x[k] = (uint8_t)random_u32();
+    int ones = i / 8 % 3;
+    for (size_t k = 0; k < NEST_MAX_ESCAPES + size; k++)
+      side[k] = (uint8_t)(ones == 1 ? 0xff : ones == 2 ? 0 : random_u32());
+    uint32_t at = (uint32_t)offsets;
+    for (size_t t = 0; t <= tiles; t++) {
+      memcpy(side + NEST_MAX_ESCAPES + 4 * t, &at, 4);
+      at += random_below((uint32_t)(offsets + records) - at + 1) * (t > 0 || random_below(2));
+    }
+    w.a = a, w.x = x, w.b = b, w.c = c, w.side = side + NEST_MAX_ESCAPES;
+    memcpy(side + NEST_MAX_ESCAPES, &(uint32_t){(uint32_t)offsets}, 4);
+    CHECK(nest_check_side(w.side, size, tiles) == PYCASS_OK, "%s", pycass_error_detail());
+    check_tiles(&w, "damaged");
+    free(a), free(x), free(b), free(c), free(side);
+  }
+}
+
+/* ---- products -------------------------------------------------------------------------------------- */
+
+/* Calls the product for some ranges of blocks in turn. */
+static void by_ranges(const Kernels *k, float *y, size_t ldy, const Matrix *w, const float *x, const QuantActs *q,
+                      size_t ldx, uint32_t m) {
+  for (uint32_t block = 0; block < w->n_block;) {
+    uint32_t end = block + 1 + random_below(w->n_block - block);
+    if (q)
+      k->matmul_draft(y, ldy, w, q, m, block, end);
+    else
+      k->matmul(y, ldy, w, x, ldx, m, block, end);
+    block = end;
+  }
+}
+
+static QuantActs quant_acts(uint32_t m, uint32_t n_group) {
+  size_t n = (size_t)m * n_group;
+  return (QuantActs){malloc(n * NEST_COLS), malloc(n * sizeof(float)), malloc(n * sizeof(int32_t))};
+}
+
+static void check_matmul(const Case *t, const char *what, uint32_t m, bool draft) {
+  const Matrix *w = &t->w;
+  size_t ldx = (size_t)w->n_group * NEST_COLS + 16 * random_below(2);
+  size_t ldy = (size_t)w->n_block * NEST_ROWS + random_below(3), n = (size_t)(m - 1) * ldy + w->n_block * NEST_ROWS;
+  float *x = random_acts(m, w->cols, ldx), *want = calloc(n, sizeof *want);
+  QuantActs q = quant_acts(m, w->n_group);
+  scalar->quantize(&q, x, ldx, m, w->n_group);
+  by_ranges(scalar, want, ldy, w, x, draft ? &q : NULL, ldx, m);
+  for (int s = 0; s < n_sets; s++) {
+    float *got = calloc(n, sizeof *got);
+    if (strcmp(sets[s]->name, "amx") != 0 || draft) {
+      by_ranges(sets[s], got, ldy, w, x, draft ? &q : NULL, ldx, m);
+      CHECK(same_floats(want, got, n), "%s, %s, codec %d: %u x %u, m = %u, draft %d", sets[s]->name, what,
+            (int)w->codec, w->rows, w->cols, m, draft);
+    }
+    free(got);
+  }
+  free(x), free(want), free(q.q), free(q.scale), free(q.sum);
+}
+
+static void test_matmul(void) {
+  for (uint32_t m = 1; m <= 22; m++)
+    for (int i = 0; i < 6; i++) {
+      int kind = i < N_KIND ? (int)((m + (uint32_t)i) % N_KIND) : GAUSS;
+      uint32_t rows = 1 + random_below(70), cols = 1 + random_below(300);
+      if (i == 0 && m % 4 == 0)
+        rows = 64, cols = 256;
+      uint32_t tokens = m == 21 ? 64 : m == 22 ? 65 : m;
+      Case nest = case_make(PYCASS_CODEC_NEST, kind, rows, cols), raw = case_make(PYCASS_CODEC_RAW, kind, rows, cols);
+      check_matmul(&nest, kind_name[kind], tokens, false);
+      check_matmul(&raw, kind_name[kind], tokens, false);
+      check_matmul(&nest, kind_name[kind], tokens, true);
+      case_free(&nest), case_free(&raw);
+    }
+  /* rows long enough for the draft to take them in pieces */
+  Case wide = case_make(PYCASS_CODEC_NEST, GAUSS, 17, 64 * 700 + 5);
+  uint32_t some[] = {1, 2, 5, 17};
+  for (int i = 0; i < 4; i++)
+    check_matmul(&wide, "wide", some[i], true);
+  check_matmul(&wide, "wide", 3, false);
+  case_free(&wide);
+}
+
+/* ---- the rest --------------------------------------------------------------------------------------- */
+
+static float odd_float(void) {
+  static const float some[] = {0.0f, -0.0f, 1e-40f, -1e-40f, 1e38f, -1e38f, 88.0f, -88.0f, -120.0f, 1e-6f, INFINITY, NAN};
+  return random_below(20) ? random_gauss() * 3.0f : some[random_below(sizeof some / sizeof *some)];
+}
+
+static void fill(float *x, size_t n, bool odd) {
+  for (size_t i = 0; i < n; i++)
+    x[i] = odd ? odd_float() : random_gauss();
+}
+
+static void check_vectors(const Kernels *k, uint32_t n) {
+  float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y), *want = malloc(n * sizeof *x), *got = malloc(n * sizeof *x);
+  uint16_t *w = malloc(n * sizeof *w), *w2 = malloc(n * sizeof *w);
+  fill(x, n, true), fill(y, n, false);
+#define SAME(what, fn, ...)                                                                                            \
+  memcpy(want, x, n * sizeof *x), memcpy(got, x, n * sizeof *x);                                                       \
+  scalar->fn(want, __VA_ARGS__), k->fn(got, __VA_ARGS__);                                                              \
+  CHECK(same_floats(want, got, n), "%s, " what ", n = %u", k->name, n)
+  for (uint32_t i = 0; i < n; i++)
+    w[i] = bf16_from_f32(random_gauss());
+  SAME("swiglu", swiglu, y, n);
+  SAME("add", add, y, n);
+  SAME("add_bf16", add_bf16, w, n);
+  SAME("rmsnorm", rmsnorm, y, w, n, 1e-6f);
+  SAME("rmsnorm of odd values", rmsnorm, x, w, n, 1e-6f);
+  SAME("rope", rope, 1, n / 2 * 2, y);
+  scalar->to_bf16(w, x, n), k->to_bf16(w2, x, n);
+  CHECK(memcmp(w, w2, n * sizeof *w) == 0, "%s, to_bf16, n = %u", k->name, n);
+  free(x), free(y), free(want), free(got), free(w), free(w2);
+}
+
+static void check_attention(const Kernels *k, uint32_t n_pos, uint32_t head_dim) {
+  size_t stride = head_dim * 2;
+  size_t n = (n_pos - 1) * stride + head_dim;
+  uint16_t *keys = malloc(n * sizeof *keys), *values = malloc(n * sizeof *values);
+  for (size_t i = 0; i < n; i++)
+    keys[i] = bf16_from_f32(random_gauss() * 3.0f), values[i] = bf16_from_f32(random_gauss());
+  float *q = malloc(head_dim * sizeof *q), *want = malloc(head_dim * sizeof *q), *got = malloc(head_dim * sizeof *q);
+  float *scores = malloc((n_pos + 16) * sizeof *scores), *scores2 = malloc((n_pos + 16) * sizeof *scores);
+  fill(q, head_dim, false);
+  AttentionArgs args = {q, keys, values, stride, n_pos, head_dim, 1.0f / sqrtf((float)head_dim), scores, want};
+  scalar->attention(&args);
+  args.scores = scores2, args.out = got;
+  k->attention(&args);
+  CHECK(same_floats(want, got, head_dim), "%s, attention, %u positions, %u", k->name, n_pos, head_dim);
+  free(keys), free(values), free(q), free(want), free(got), free(scores), free(scores2);
+}
+
+static void check_quantize(const Kernels *k, uint32_t m, uint32_t n_group, int kind) {
+  size_t ldx = n_group * NEST_COLS + 3, n = (size_t)m * n_group;
+  float *x = calloc(m * ldx, sizeof *x);
+  for (size_t i = 0; i < m * ldx; i++)
+    x[i] = kind == 0 ? random_gauss() : kind == 1 ? 0.0f : kind == 2 ? 1e-41f * random_gauss() : 1e30f * random_gauss();
+  QuantActs want = quant_acts(m, n_group), got = quant_acts(m, n_group);
+  scalar->quantize(&want, x, ldx, m, n_group);
+  k->quantize(&got, x, ldx, m, n_group);
+  CHECK(memcmp(want.q, got.q, n * NEST_COLS) == 0 && memcmp(want.sum, got.sum, n * sizeof *got.sum) == 0 &&
+            same_floats(want.scale, got.scale, n), "%s, quantize, kind %d", k->name, kind);
+  free(x), free(want.q), free(want.scale), free(want.sum), free(got.q), free(got.scale), free(got.sum);
+}
+
+static void test_ops(const Kernels *k) {
+  for (uint32_t n = 1; n < 80; n++)
+    check_vectors(k, n);
+  check_vectors(k, 1537), check_vectors(k, 8960);
+  for (uint32_t n_pos = 1; n_pos < 40; n_pos++)
+    check_attention(k, n_pos, 64);
+  uint32_t dims[] = {2, 10, 16, 18, 36, 80, 96, 128, 256, 258, 1024};
+  for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
+    check_attention(k, 1 + random_below(70), dims[i]);
+  check_attention(k, 1003, 128), check_attention(k, 4001, 64);
+  for (int kind = 0; kind < 4; kind++)
+    check_quantize(k, 3, 1 + random_below(9), kind);
+}
+
+int main(void) {
+  find_sets();
+  test_select();
+  test_decode();
+  test_damaged_planes();
+  test_matmul();
+  for (int s = 0; s < n_sets; s++)
+    test_ops(sets[s]);
+  printf("ok\n");
+  return 0;
+}
