@@ -265,36 +265,45 @@ static void draft_gather(DraftGroup *out, const int8_t *q, size_t n) {
     _mm512_storeu_si512(out[g].q, _mm512_shuffle_epi8(_mm512_loadu_si512(q + g * NEST_COLS), order));
 }
 
-/* Groups [g0, g1) of a row block times n <= 4 tokens, on top of y where g0 > 0. With 128 added the magnitudes are
- * unsigned bytes, as dpbusd wants them; the sum of q takes it off again. q [n][DRAFT stride] */
-ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const QuantActs *acts, size_t i0,
-                                 const DraftGroup *q, size_t stride, size_t g0, size_t g1, const int n) {
+/* What a block of the draft's product needs: groups [g0, g1) and the tokens' activations for them. */
+typedef struct DraftPart {
+  const Matrix *w;
+  const DraftGroup *q;  /* [n][stride] */
+  const float *scale;   /* [n][n_group] */
+  const int32_t *sum;   /* [n][n_group] */
+  size_t stride, g0, g1;
+} DraftPart;
+
+/* A row block times n <= 4 tokens, on top of y where g0 > 0. With 128 added the magnitudes are unsigned bytes, as
+ * dpbusd wants them; the sum of q takes it off again. */
+ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_t block, const int n) {
   const __m512i magnitude = _mm512_broadcast_i32x4(
       _mm_setr_epi8(4, 13, 22, 31, 43, 61, 85, 119, -4, -13, -22, -31, -43, -61, -85, -119));
   const __m512i value = _mm512_xor_si512(magnitude, _mm512_set1_epi8((char)0x80));
+  const size_t n_group = d->w->n_group;
   __m512 s[DRAFT_CHUNK];
   for (int t = 0; t < n; t++)
-    s[t] = g0 ? _mm512_loadu_ps(y + (size_t)t * ldy) : _mm512_setzero_ps();
-  for (size_t g = g0; g < g1; g++) {
-    const uint8_t *a = w->a + 512 * (block * w->n_group + g), *x = w->x + 16 * (block * w->n_group + g);
+    s[t] = d->g0 ? _mm512_loadu_ps(y + (size_t)t * ldy) : _mm512_setzero_ps();
+  for (size_t g = d->g0; g < d->g1; g++) {
+    const uint8_t *a = d->w->a + 512 * (block * n_group + g), *x = d->w->x + 16 * (block * n_group + g);
     __m512i sum0[DRAFT_CHUNK], sum1[DRAFT_CHUNK];
     for (int t = 0; t < n; t++) {
-      sum0[t] = _mm512_set1_epi32(-128 * acts->sum[(i0 + (size_t)t) * w->n_group + g]);
+      sum0[t] = _mm512_set1_epi32(-128 * d->sum[(size_t)t * n_group + g]);
       sum1[t] = _mm512_setzero_si512();
     }
     for (int j = 0; j < 8; j++) {
       __m512i v = _mm512_loadu_si512(a + 64 * j);
       __m512i low = _mm512_permutexvar_epi8(v, value), high = _mm512_permutexvar_epi8(_mm512_srli_epi16(v, 4), value);
       for (int t = 0; t < n; t++) {
-        const int8_t *qj = q[(size_t)t * stride + g - g0].q + 8 * j;
-        sum0[t] = _mm512_dpbusd_epi32(sum0[t], low, _mm512_set1_epi32((int)load_u32((const uint8_t *)qj)));
-        sum1[t] = _mm512_dpbusd_epi32(sum1[t], high, _mm512_set1_epi32((int)load_u32((const uint8_t *)qj + 4)));
+        const uint8_t *q = (const uint8_t *)d->q[(size_t)t * d->stride + g - d->g0].q + 8 * j;
+        sum0[t] = _mm512_dpbusd_epi32(sum0[t], low, _mm512_set1_epi32((int)load_u32(q)));
+        sum1[t] = _mm512_dpbusd_epi32(sum1[t], high, _mm512_set1_epi32((int)load_u32(q + 4)));
       }
     }
     __m512 unit = _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)), 23));
     for (int t = 0; t < n; t++) {
-      __m512 scale = _mm512_mul_ps(_mm512_set1_ps(acts->scale[(i0 + (size_t)t) * w->n_group + g]), unit);
+      __m512 scale = _mm512_mul_ps(_mm512_set1_ps(d->scale[(size_t)t * n_group + g]), unit);
       s[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(sum0[t], sum1[t])), scale, s[t]);
     }
   }
@@ -302,13 +311,12 @@ ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const Matrix *w, size_t b
     _mm512_storeu_ps(y + (size_t)t * ldy, s[t]);
 }
 
-static void draft_block(float *y, size_t ldy, const Matrix *w, size_t block, const QuantActs *acts, size_t i0,
-                        const DraftGroup *q, size_t stride, size_t g0, size_t g1, uint32_t n) {
+static void draft_block(float *y, size_t ldy, const DraftPart *d, size_t block, uint32_t n) {
   switch (n) {
-  case 1: draft_block_n(y, ldy, w, block, acts, i0, q, stride, g0, g1, 1); break;
-  case 2: draft_block_n(y, ldy, w, block, acts, i0, q, stride, g0, g1, 2); break;
-  case 3: draft_block_n(y, ldy, w, block, acts, i0, q, stride, g0, g1, 3); break;
-  default: draft_block_n(y, ldy, w, block, acts, i0, q, stride, g0, g1, 4); break;
+  case 1: draft_block_n(y, ldy, d, block, 1); break;
+  case 2: draft_block_n(y, ldy, d, block, 2); break;
+  case 3: draft_block_n(y, ldy, d, block, 3); break;
+  default: draft_block_n(y, ldy, d, block, 4); break;
   }
 }
 
@@ -323,9 +331,12 @@ static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const QuantA
       for (uint32_t t = 0; t < count; t++)
         draft_gather(q + t * stride, acts->q + ((size_t)(i0 + t) * w->n_group + g0) * NEST_COLS, n);
       for (size_t block = block0; block < block1; block++)
-        for (uint32_t t = 0; t < count; t += DRAFT_CHUNK)
-          draft_block(y + (i0 + t) * ldy + block * NEST_ROWS, ldy, w, block, acts, i0 + t, q + t * stride, stride, g0,
-                      g0 + n, count - t < DRAFT_CHUNK ? count - t : DRAFT_CHUNK);
+        for (uint32_t t = 0; t < count; t += DRAFT_CHUNK) {
+          size_t at = (size_t)(i0 + t) * w->n_group;
+          DraftPart d = {w, q + t * stride, acts->scale + at, acts->sum + at, stride, g0, g0 + n};
+          draft_block(y + (i0 + t) * ldy + block * NEST_ROWS, ldy, &d, block,
+                      count - t < DRAFT_CHUNK ? count - t : DRAFT_CHUNK);
+        }
     }
   }
 }

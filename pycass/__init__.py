@@ -2,6 +2,7 @@
 
 from pycass.errors import PycassError
 from pycass.file import CassFile
+from pycass.model import Completion, Delta, Model
 
 __version__ = "0.1.0"
-__all__ = ["CassFile", "PycassError", "__version__"]
+__all__ = ["CassFile", "Completion", "Delta", "Model", "PycassError", "__version__"]

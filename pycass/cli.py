@@ -263,10 +263,8 @@ def verify(file, against, **o):
     """Check a .cass file: checksums, then every tensor decoded against its recorded hash, or against SRC."""
     from . import inspect_file
 
-    console = Console(o["verbose"], o["log_file"])
-    with console.progress("verifying") as progress:
-        line = inspect_file.verify(file, against, progress)
-    click.echo(line)
+    Console(o["verbose"], o["log_file"]).detail(f"verifying {file}")
+    click.echo(inspect_file.verify(file, against))
 
 
 @app.command("verify-spec")
@@ -395,7 +393,7 @@ def main(argv=None):
 
 def words(e):
     """An exception as a sentence."""
-    if isinstance(e, MemoryError):
+    if isinstance(e, MemoryError) and not isinstance(e, PycassError):
         return "out of memory"
     if isinstance(e, OSError) and not isinstance(e, PycassError) and e.strerror:
         return f"{e.filename}: {e.strerror}" if e.filename else e.strerror

@@ -1,0 +1,536 @@
+"""Loading and running models: `Model`, and what its calls return."""
+
+import math
+import operator
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pycass._pycass import ffi, lib
+from pycass.errors import InvalidArgument, IOFailure, PycassError, check
+from pycass.file import config_of, json_of
+from pycass.tokenizer import StopMatcher, Tokenizer
+
+_SPEC_MODES = {"off": lib.PYCASS_SPEC_OFF, "on": lib.PYCASS_SPEC_ON, "auto": lib.PYCASS_SPEC_AUTO}
+_MAX_STEP = 17  # tokens of one step: 16 drafted and one more
+_PROMPT_PIECE = 512  # tokens of a prompt between two looks for an interrupt
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts; `reused_tokens` of the prompt were in the cache, which has `kv_bytes` bytes."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    reused_tokens: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Milliseconds, and tokens per second (of the prompt: those that were evaluated)."""
+
+    prompt_ms: float
+    prompt_tps: float
+    decode_ms: float
+    decode_tps: float
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Speculation of a completion: `steps` target passes; `mean_len` tokens per step; `disabled`: auto turned it off."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    acceptance: float
+    mean_len: float
+    disabled: bool
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of a generation. `token_ids` ends with the end token or the tokens of a stop string if one ended it.
+
+    `logprobs` (of each token, log softmax of the target's logits) and `logits_hash` (a checksum over the logits
+    behind all tokens) are None unless asked for with logprobs=True.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop": an end token or stop string; "length": max_tokens or the context
+    usage: Usage
+    timings: Timings
+    spec: Spec
+    logprobs: list[float] | None = None
+    logits_hash: str | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a streamed completion: text that is certain now, and the tokens of this step."""
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Model:
+    """A loaded model with one KV cache. Made by `Model.load`; a context manager.
+
+    One generation at a time: calls from several threads wait for each other, and a stream that was abandoned midway
+    ends when the next call begins.
+    """
+
+    def __init__(self, model, session, path: str):
+        self._model, self._session, self.path = model, session, path
+        file = lib.pycass_model_file(model)
+        self.config = config_of(file)
+        self.json = json_of(file, path)
+        self.tokenizer = Tokenizer(self.json)
+        self.n_ctx: int = lib.pycass_session_n_ctx(session)
+        self.threads: int = lib.pycass_session_n_threads(session)
+        self.kernel: str = ffi.string(lib.pycass_model_kernel(model)).decode()
+        self._lock = threading.RLock()
+        self._generation = 0  # number of the latest call that uses the session
+
+    @classmethod
+    def load(
+        cls,
+        path,
+        n_ctx: int = 0,
+        threads: int = 0,
+        threads_batch: int = 0,
+        batch_size: int = 0,
+        kernel: str | None = None,
+        mmap: bool = True,
+        mlock: bool = False,
+        rope_scaling: dict | None = None,
+    ) -> "Model":
+        """Maps a `.cass` file.
+
+        n_ctx: tokens of context; 0: the model's, at most 4096. threads: 0: physical cores; threads_batch: for
+        prompts. kernel: "scalar", "avx2", "avx512" or "amx"; None: $PYCASS_KERNEL, else the best.
+        rope_scaling: replaces the file's, in transformers' terms: {"rope_type": "yarn", "factor": 4.0, ...}.
+        """
+        path = os.fspath(path)
+        keep = []
+        options = ffi.new("pycass_model_options *")
+        if kernel is not None:
+            keep.append(ffi.new("char[]", kernel.encode()))
+            options.kernel = keep[-1]
+        options.no_mmap, options.mlock = not mmap, mlock
+        if rope_scaling:
+            keep.append(_set_rope(options, path, rope_scaling))
+        out = ffi.new("pycass_model **")
+        check(lib.pycass_model_load(os.fsencode(path), options, out), path)
+        model = ffi.gc(out[0], lib.pycass_model_free)
+        return cls(model, _new_session(model, n_ctx, threads, threads_batch, batch_size), path)
+
+    # ---- text and tokens ----
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids. parse_special: control tokens written in the text become control tokens."""
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids."""
+        return self.tokenizer.decode(ids, skip_special=skip_special)
+
+    # ---- generation ----
+
+    def generate(self, prompt, max_tokens: int | None = 256, **options) -> Completion:
+        """Continues a prompt: text, or a list of token ids.
+
+        max_tokens: None or -1: until the end token or the end of the context. Options, all with defaults:
+        temperature=0.0 (the most likely token), top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0,
+        repeat_last_n=64, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={id: bias}, seed=None (random),
+        stop=None (a string or several), ignore_eos=False, spec="auto" ("on", "off"), draft_max=8,
+        draft_fixed=False (always draft_max tokens), logprobs=False.
+        """
+        stream = self.stream(prompt, max_tokens, **options)
+        for _ in stream:
+            pass
+        return stream.completion
+
+    def stream(self, prompt, max_tokens: int | None = 256, **options) -> "Stream":
+        """As generate, but an iterator of `Delta`s; after the last one its `.completion` is the Completion."""
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else [_index(i) for i in prompt]
+        return Stream(self, ids, max_tokens, **options)
+
+    def chat(self, messages: Sequence[dict], max_tokens: int | None = 1024, **options) -> Completion:
+        """Answers a conversation: [{"role": "user", "content": "..."}, ...], through the model's chat template."""
+        return self.generate(self.tokenizer.encode_chat(list(messages)), max_tokens, **options)
+
+    def stream_chat(self, messages: Sequence[dict], max_tokens: int | None = 1024, **options) -> "Stream":
+        """As chat, streamed."""
+        return self.stream(self.tokenizer.encode_chat(list(messages)), max_tokens, **options)
+
+    # ---- logits ----
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The target's logits after each of ids, from an empty context: float32 [n, n_vocab]."""
+        return self._eval(lib.pycass_session_eval, ids)
+
+    def draft_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The draft's: row i is what it computes for ids[i] on the target's cache of ids[:i]. float32 [n, n_vocab]."""
+        return self._eval(lib.pycass_session_eval_draft, ids)
+
+    def _eval(self, function, ids) -> np.ndarray:
+        ids = [_index(i) for i in ids]
+        out = np.empty((len(ids), self.config.n_vocab), dtype=np.float32)
+        with self._use() as session:
+            check(lib.pycass_session_trim(session, 0))
+            check(function(session, _int32s(ids), len(ids), ffi.cast("float *", ffi.from_buffer(out))))
+        return out
+
+    # ---- state ----
+
+    def save_state(self, path) -> None:
+        """Saves the evaluated tokens and their cache; the file appears whole or not at all."""
+        path = os.fspath(path)
+        with self._use() as session:
+            size = lib.pycass_session_state_size(session)
+            data = np.empty(size, dtype=np.uint8)
+            check(lib.pycass_session_save_state(session, ffi.cast("uint8_t *", ffi.from_buffer(data)), size))
+        write_whole(path, data)
+
+    def load_state(self, path) -> None:
+        """Restores what save_state wrote; a prompt that begins with its tokens then reuses them."""
+        path = os.fspath(path)
+        try:
+            with open(path, "rb") as f:
+                data = np.frombuffer(f.read(), dtype=np.uint8)
+        except OSError as error:
+            raise IOFailure(f"cannot read {path}: {error.strerror or error}") from error
+        with self._use() as session:
+            pointer = ffi.cast("uint8_t *", ffi.from_buffer(data))
+            check(lib.pycass_session_load_state(session, pointer, data.size), path)
+
+    def reset(self) -> None:
+        """Forgets the cache."""
+        with self._use() as session:
+            check(lib.pycass_session_trim(session, 0))
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that the session knows."""
+        with self._lock:
+            session = self._handle()
+            n = lib.pycass_session_tokens(session, ffi.NULL, 0)
+            out = ffi.new("int32_t[]", n + 1)
+            lib.pycass_session_tokens(session, out, n)
+            return ffi.unpack(out, n)
+
+    def stats(self) -> dict:
+        """The counters of the latest generation (pycass_stats)."""
+        with self._lock:
+            s = ffi.new("pycass_stats *")
+            lib.pycass_session_stats(self._handle(), s)
+            return {name: getattr(s, name) for name, _ in ffi.typeof("pycass_stats").fields}
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes allocated for the KV cache."""
+        with self._lock:
+            return lib.pycass_session_kv_bytes(self._handle())
+
+    def close(self) -> None:
+        """Frees the session and the map; further use is an error."""
+        with self._lock:
+            if self._session is not None:
+                self._generation += 1
+                ffi.release(self._session)
+                ffi.release(self._model)
+                self._session = self._model = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _handle(self):
+        if self._session is None:
+            raise InvalidArgument("the model is closed")
+        return self._session
+
+    @contextmanager
+    def _use(self):
+        """The session, for a call that changes it: an unfinished stream ends here."""
+        with self._lock:
+            self._generation += 1
+            yield self._handle()
+
+
+class Stream:
+    """Iterator of `Delta`s of one generation. `completion` is None until it is exhausted."""
+
+    def __init__(
+        self, model: Model, ids: list[int], max_tokens, *, stop=None, ignore_eos=False, logprobs=False, **options
+    ):
+        self._model, self._ids = model, ids
+        self._limit = math.inf if max_tokens is None or max_tokens == -1 else _index(max_tokens)
+        if self._limit < 0:
+            raise InvalidArgument(f"max_tokens = {max_tokens}; it must be 0 or more, or -1 (no limit)")
+        if not ids:
+            raise InvalidArgument("the prompt is empty: it has no tokens")
+        self._reply = _Reply(model.tokenizer, stop, ignore_eos)
+        self._record = bool(logprobs)
+        self._sampling, self._speculation, self._keep = _options(**options)
+        self.completion: Completion | None = None
+        self._steps = self._run()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Ends the generation; the model is free for the next one anyway."""
+        self._steps.close()
+
+    def _run(self) -> Iterator[Delta]:
+        reply = self._reply
+        number, reused = self._begin()
+        while len(reply.tokens) < self._limit and not reply.ended:
+            step = self._next(number)
+            if step is None:  # the context is full
+                break
+            seen = len(reply.tokens)
+            text = "".join(reply.add(token) for token in step)
+            yield Delta(text, [t.id for t in reply.tokens[seen:]])
+        with self._turn(number) as session:
+            check(lib.pycass_session_trim(session, len(self._ids) + len(reply.tokens)))
+            tail = reply.finish()
+            self.completion = self._complete(reused)
+        if tail:
+            yield Delta(tail)
+
+    @contextmanager
+    def _turn(self, number: int):
+        """The session, if no other call has used it since this stream began."""
+        with self._model._lock:
+            if self._model._generation != number:
+                raise PycassError("another call has used the model since: this stream has ended")
+            yield self._model._handle()
+
+    def _begin(self) -> tuple[int, int]:
+        """Evaluates the prompt: (number of this use of the session, tokens that were in the cache)."""
+        with self._model._use() as session:
+            check(lib.pycass_session_configure(session, self._sampling, self._speculation))
+            lib.pycass_session_record(session, self._record)
+            ids, reused, done = _int32s(self._ids), ffi.new("size_t *"), ffi.new("int *")
+            first = None
+            while not done[0]:  # in pieces, so that Ctrl-C is heard
+                check(lib.pycass_session_prompt(session, ids, len(self._ids), _PROMPT_PIECE, reused, done))
+                first = reused[0] if first is None else first
+            return self._model._generation, first
+
+    def _next(self, number: int):
+        with self._turn(number) as session:
+            room = int(min(_MAX_STEP, self._limit - len(self._reply.tokens)))
+            out, n_out = ffi.new("pycass_token[]", room), ffi.new("size_t *")
+            status = lib.pycass_session_next(session, out, room, n_out)
+            if status == lib.PYCASS_ERR_CONTEXT_FULL:
+                return None
+            check(status)
+            return [_Token(t.id, t.logprob, t.logits_crc32c) for t in out[0 : n_out[0]]]
+
+    def _complete(self, reused: int) -> Completion:
+        r, s, tokens = self._reply, self._model.stats(), self._reply.tokens
+        steps = s["steps"]
+        return Completion(
+            text="".join(r.text),
+            token_ids=[t.id for t in tokens],
+            finish_reason="stop" if r.ended else "length",
+            usage=Usage(len(self._ids), len(tokens), reused, self._model.kv_bytes),
+            timings=Timings(
+                s["prompt_ms"],
+                _per_second(s["prompt_tokens"], s["prompt_ms"]),
+                s["decode_ms"],
+                _per_second(s["tokens"], s["decode_ms"]),
+            ),
+            spec=Spec(
+                steps=steps,
+                drafted=s["drafted"],
+                accepted=s["accepted"],
+                acceptance=s["accepted"] / s["drafted"] if s["drafted"] else 0.0,
+                mean_len=(steps + s["accepted"]) / steps if steps else 0.0,
+                disabled=bool(s["spec_disabled"]),
+            ),
+            logprobs=[t.logprob for t in tokens] if self._record else None,
+            logits_hash=f"{r.logits_crc():08x}" if self._record else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Token:
+    id: int
+    logprob: float
+    logits_crc: int
+
+
+class _Reply:
+    """Tokens on their way to text: decoding, end tokens and stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, stop, ignore_eos: bool):
+        self._decoder, self._stops = tokenizer.stream_decoder(), StopMatcher(stop)
+        self._eos = set() if ignore_eos else tokenizer.eos_token_ids
+        self.tokens: list[_Token] = []
+        self.text: list[str] = []
+        self.ended = False
+
+    def add(self, token: _Token) -> str:
+        """The text that is certain after this token; none, and no effect, after the end."""
+        if self.ended:
+            return ""
+        self.tokens.append(token)
+        text, hit = self._stops.push(self._decoder.push(token.id))
+        self.ended = hit or token.id in self._eos
+        self.text.append(text)
+        return text
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        text, hit = self._stops.push(self._decoder.flush())
+        self.ended = self.ended or hit
+        text += self._stops.flush()
+        self.text.append(text)
+        return text
+
+    def logits_crc(self) -> int:
+        crc = 0
+        for token in self.tokens:
+            crc = lib.pycass_crc32c(crc, token.logits_crc.to_bytes(4, "little"), 4)
+        return crc
+
+
+def _options(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repeat_penalty=1.0,
+    repeat_last_n=64,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias=None,
+    seed=None,
+    spec="auto",
+    draft_max=8,
+    draft_fixed=False,
+):
+    """The C structures of a generation's options, and what must live as long as they do."""
+    if spec not in _SPEC_MODES:
+        raise InvalidArgument(f"spec = {spec!r}; it must be one of {', '.join(_SPEC_MODES)}")
+    seed = random.getrandbits(64) if seed is None else _index(seed)
+    bias = {_index(i): float(b) for i, b in (logit_bias or {}).items()}
+    ids, values = _int32s(bias), ffi.new("float[]", list(bias.values()))
+    sampling = ffi.new(
+        "pycass_sampling *",
+        {
+            "temperature": float(temperature),
+            "top_k": _int32(top_k, "top_k"),
+            "top_p": float(top_p),
+            "min_p": float(min_p),
+            "repeat_penalty": float(repeat_penalty),
+            "repeat_last_n": _int32(repeat_last_n, "repeat_last_n"),
+            "presence_penalty": float(presence_penalty),
+            "frequency_penalty": float(frequency_penalty),
+            "seed": seed & (2**64 - 1),
+            "bias_ids": ids,
+            "bias": values,
+            "n_bias": len(bias),
+        },
+    )
+    speculation = ffi.new(
+        "pycass_speculation *", {"mode": _SPEC_MODES[spec], "draft_max": _int32(draft_max, "draft_max"),
+                                 "draft_fixed": bool(draft_fixed)}
+    )  # fmt: skip
+    return sampling, speculation, (ids, values)
+
+
+def _index(value) -> int:
+    """An integer, also numpy's; anything else is an error in words."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{value!r} is not an integer") from None
+
+
+def _int32(value, name: str) -> int:
+    value = _index(value)
+    if not -(2**31) <= value < 2**31:
+        raise InvalidArgument(f"{name} = {value} is out of range")
+    return value
+
+
+def _int32s(values):
+    return ffi.new("int32_t[]", [_int32(v, "token id") for v in values])
+
+
+def _per_second(n: int, ms: float) -> float:
+    return 1000.0 * n / ms if ms > 0 else 0.0
+
+
+def _uint32(value, name: str) -> int:
+    value = _index(value)
+    if not 0 <= value < 2**32:
+        raise InvalidArgument(f"{name} = {value} is out of range")
+    return value
+
+
+def _new_session(model, n_ctx, threads, threads_batch, batch_size):
+    options = ffi.new(
+        "pycass_session_options *",
+        {
+            "n_ctx": _uint32(n_ctx, "n_ctx"),
+            "n_threads": _uint32(threads, "threads"),
+            "n_threads_batch": _uint32(threads_batch, "threads_batch"),
+            "n_batch": _uint32(batch_size, "batch_size"),
+        },
+    )
+    out = ffi.new("pycass_session **")
+    check(lib.pycass_session_new(model, options, out))
+    return ffi.gc(out[0], lib.pycass_session_free)
+
+
+def _set_rope(options, path: str, scaling: dict):
+    """Fills in the rope part of the model's options; returns the array it points to."""
+    from pycass.convert.rope import resolve
+    from pycass.file import CassFile
+
+    with CassFile(path) as f:
+        c, stored = f.config, f.json.get("rope") or {}
+    if "rope_theta" not in scaling and "rope_theta" not in stored:
+        raise InvalidArgument(f"{path} does not say its rope_theta: give it in rope_scaling")
+    params = {"rope_theta": stored.get("rope_theta")} | dict(scaling)
+    inv_freq, factor = resolve(params, c.head_dim, c.n_ctx_train)
+    array = ffi.new("float[]", [float(x) for x in inv_freq])
+    options.rope_inv_freq, options.rope_attention_factor = array, factor
+    return array
+
+
+def write_whole(path: str, data) -> None:
+    """Writes a file that appears whole or not at all."""
+    folder = os.path.dirname(path) or "."
+    try:
+        fd, partial = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".", suffix=".partial")
+        try:
+            with os.fdopen(fd, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+    except OSError as error:
+        raise IOFailure(f"cannot write {path}: {error.strerror or error}") from error
