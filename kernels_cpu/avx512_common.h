@@ -6,10 +6,36 @@
 #include "ops.h"
 #include "side_bits.h"
 
-/* ternary logic: bits of a where the mask (first operand) is 1, else of b */
-#define SELECT(mask, a, b) _mm512_ternarylogic_epi32(mask, a, b, 0xca)
+/* Bits of a where mask is 1, else of b. One of the three is overwritten: a in SELECT_A, b in SELECT_B. */
+#define SELECT_A(mask, a, b) _mm512_ternarylogic_epi32(a, b, mask, 0xe4)
+#define SELECT_B(mask, a, b) _mm512_ternarylogic_epi32(b, a, mask, 0xd8)
+
+/* A constant that the compiler does not know, so that it stays in a register or on the stack and is not made anew, from
+ * a general register, at every use. */
+ALWAYS_INLINE __m512i constant(__m512i v) {
+  __asm__("" : "+v"(v));
+  return v;
+}
+ALWAYS_INLINE __m512i constant8(int v) { return constant(_mm512_set1_epi8((char)v)); }
 
 /* ---- nest: a line of 128 weights to exact bits ------------------------------------------------------ */
+
+typedef struct Constants {
+  __m512i delta;                        /* e - G by cell, 1 for every cell 7 (those that are not over lose it again) */
+  __m512i one, two, four;
+  __m512i cell7[2], cell01[2];          /* of the low and high nibbles */
+  __m512i odd[2];
+  __m512i c_bits, low6, bit6, bit7, low_byte;
+} Constants;
+
+ALWAYS_INLINE Constants constants(void) {
+  /* vpermb looks at six bits of an index: the table is repeated, so the other nibble's bits may stay */
+  __m512i delta = _mm512_broadcast_i32x4(_mm_setr_epi8(-4, -3, -2, -2, -1, -1, 0, 1, -4, -3, -2, -2, -1, -1, 0, 1));
+  Constants k = {constant(delta), constant8(1), constant8(2), constant8(4), {constant8(0x07), constant8(0x70)},
+                 {constant8(0x06), constant8(0x60)}, {constant8(0x01), constant8(0x10)}, constant8(3), constant8(0x3f),
+                 constant8(0x40), constant8(0x80), constant(_mm512_set1_epi16(0xff))};
+  return k;
+}
 
 /* What the lines of a tile share. */
 typedef struct TileDecoder {
@@ -36,56 +62,54 @@ static __attribute__((noinline, cold)) __m512i patch_escapes(__m512i e, uint64_t
 }
 
 /* Half line h of a line. *even gets columns (h, h + 4) of the line's eight, *odd (h + 2, h + 6): two words of the
- * dword of each row. c is the bytes of C shifted so that this half line's two bits are the low ones. */
-ALWAYS_INLINE void decode_half_line(TileDecoder *d, int h, __m512i a, __m512i not_a, __m512i b, __m512i c,
-                                    __m512i *even, __m512i *odd) {
-  /* e - G by cell, 1 for every cell 7: those that are not over lose it again. vpermb looks at six bits of an index,
-   * so the table is repeated and the other nibble's bits need not be masked away. */
-  const __m512i delta = _mm512_broadcast_i32x4(_mm_setr_epi8(-4, -3, -2, -2, -1, -1, 0, 1, -4, -3, -2, -2, -1, -1, 0, 1));
+ * dword of each row. a, b are the line's bytes, not_a their complement, c such that this half line's two bits are the
+ * low ones. */
+ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Constants *k, const int h, __m512i a, __m512i not_a,
+                                    __m512i b, __m512i c, __m512i *even, __m512i *odd) {
   HalfLine f;
-  f.cell7 = _mm512_testn_epi8_mask(not_a, _mm512_set1_epi8(h ? 0x70 : 0x07));
-  f.cell01 = _mm512_testn_epi8_mask(a, _mm512_set1_epi8(h ? 0x60 : 0x06));
-  f.odd = _mm512_test_epi8_mask(a, _mm512_set1_epi8(h ? 0x10 : 0x01));
+  f.cell7 = _mm512_testn_epi8_mask(not_a, k->cell7[h]);
+  f.cell01 = _mm512_testn_epi8_mask(a, k->cell01[h]);
+  f.odd = _mm512_test_epi8_mask(a, k->odd[h]);
   read_half_line(&d->side, &f);
 
-  __m512i e = _mm512_permutexvar_epi8(h ? _mm512_srli_epi16(a, 4) : a, delta);
+  __m512i e = _mm512_permutexvar_epi8(h ? _mm512_srli_epi16(a, 4) : a, k->delta);
   e = _mm512_add_epi8(e, d->group);
-  e = _mm512_mask_sub_epi8(e, f.minus1, e, _mm512_set1_epi8(1));
-  e = _mm512_mask_sub_epi8(e, f.minus2, e, _mm512_set1_epi8(2));
-  e = _mm512_mask_sub_epi8(e, f.minus4, e, _mm512_set1_epi8(4));
+  e = _mm512_mask_sub_epi8(e, f.minus1, e, k->one);
+  e = _mm512_mask_sub_epi8(e, f.minus2, e, k->two);
+  e = _mm512_mask_sub_epi8(e, f.minus4, e, k->four);
   if (UNLIKELY(f.escapes != 0)) {
     e = patch_escapes(e, f.escapes, d->side.escape);
     d->side.escape -= __builtin_popcountll(f.escapes);
   }
-
-  __m512i m = SELECT(_mm512_set1_epi8(3), c, h ? _mm512_srli_epi16(b, 2) : _mm512_slli_epi16(b, 2));
-  m = _mm512_and_si512(m, _mm512_set1_epi8(0x3f));
-  m = _mm512_mask_add_epi8(m, f.top, m, _mm512_set1_epi8(0x40));
+  __m512i m = SELECT_B(k->c_bits, c, h ? _mm512_srli_epi16(b, 2) : _mm512_slli_epi16(b, 2));
+  m = _mm512_and_si512(m, k->low6);
+  m = _mm512_mask_add_epi8(m, f.top, m, k->bit6);
   /* the bytes of the words: sign and the upper bits of e; the last bit of e and the mantissa */
-  const __m512i bit7 = _mm512_set1_epi8((char)0x80), low_byte = _mm512_set1_epi16(0xff);
-  __m512i high = SELECT(bit7, h ? a : _mm512_slli_epi16(a, 4), _mm512_srli_epi16(e, 1));
-  __m512i low = SELECT(bit7, _mm512_slli_epi16(e, 7), m);
-  *even = SELECT(low_byte, low, _mm512_slli_epi16(high, 8));
-  *odd = SELECT(low_byte, _mm512_srli_epi16(low, 8), high);
+  __m512i high = SELECT_B(k->bit7, h ? a : _mm512_slli_epi16(a, 4), _mm512_srli_epi16(e, 1));
+  __m512i low = SELECT_B(k->bit7, _mm512_slli_epi16(e, 7), m);
+  *even = SELECT_B(k->low_byte, low, _mm512_slli_epi16(high, 8));
+  *odd = SELECT_A(k->low_byte, _mm512_srli_epi16(low, 8), high);
 }
 
-/* Line j: its four pairs. */
-ALWAYS_INLINE void decode_line(TileDecoder *d, uint32_t j, __m512i pair[4]) {
+/* Lines 2i (odd = 0) and 2i + 1 (odd = 1): their four pairs. c is line i of C. */
+ALWAYS_INLINE void decode_line(TileDecoder *d, const Constants *k, uint32_t j, const int odd, __m512i c,
+                               __m512i pair[4]) {
   __m512i a = _mm512_loadu_si512(d->a + 64 * j), b = _mm512_loadu_si512(d->b + 64 * j);
-  __m512i c = _mm512_srl_epi16(_mm512_loadu_si512(d->c + 64 * (j / 2)), _mm_cvtsi32_si128(4 * (j % 2)));
   __m512i not_a = _mm512_ternarylogic_epi32(a, a, a, 0x55);
-  decode_half_line(d, 0, a, not_a, b, c, &pair[0], &pair[2]);
-  decode_half_line(d, 1, a, not_a, b, _mm512_srli_epi16(c, 2), &pair[1], &pair[3]);
+  decode_half_line(d, k, 0, a, not_a, b, odd ? _mm512_srli_epi16(c, 4) : c, &pair[0], &pair[2]);
+  decode_half_line(d, k, 1, a, not_a, b, _mm512_srli_epi16(c, odd ? 6 : 2), &pair[1], &pair[3]);
 }
 
 static void set_nest_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+  const Constants k = constants();
   TileDecoder d;
   tile_decoder_init(&d, w, t);
-  for (uint32_t j = 0; j < 8; j++) {
-    __m512i pair[4];
-    decode_line(&d, j, pair);
-    for (int i = 0; i < 4; i++)
-      _mm512_storeu_si512(out[4 * j + i], pair[i]);
+  for (uint32_t j = 0; j < 8; j += 2) {
+    __m512i c = _mm512_loadu_si512(d.c + 32 * j), pair[8];
+    decode_line(&d, &k, j, 0, c, pair);
+    decode_line(&d, &k, j + 1, 1, c, pair + 4);
+    for (int i = 0; i < 8; i++)
+      _mm512_storeu_si512(out[4 * j + (uint32_t)i], pair[i]);
   }
 }
 
@@ -168,16 +192,19 @@ ALWAYS_INLINE void multiply_line(__m512 *s, const __m512i pair[4], const float *
 /* A row block times n <= 4 tokens, the weights never leaving registers. */
 ALWAYS_INLINE void nest_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx,
                                 const int n) {
+  const Constants k = constants();
   __m512 s[2 * MATMUL_DIRECT];
   for (int t = 0; t < 2 * n; t++)
     s[t] = _mm512_setzero_ps();
   for (size_t g = 0; g < w->n_group; g++) {
     TileDecoder d;
     tile_decoder_init(&d, w, block * w->n_group + g);
-    for (uint32_t j = 0; j < 8; j++) {
-      __m512i pair[4];
-      decode_line(&d, j, pair);
+    for (uint32_t j = 0; j < 8; j += 2) {
+      __m512i c = _mm512_loadu_si512(d.c + 32 * j), pair[4];
+      decode_line(&d, &k, j, 0, c, pair);
       multiply_line(s, pair, x + g * NEST_COLS + 8 * j, ldx, n);
+      decode_line(&d, &k, j + 1, 1, c, pair);
+      multiply_line(s, pair, x + g * NEST_COLS + 8 * j + 8, ldx, n);
     }
   }
   for (int t = 0; t < n; t++)
@@ -256,7 +283,7 @@ static inline void set_matmul(float *y, size_t ldy, const Matrix *w, const float
 typedef struct DraftGroup {
   int8_t q[NEST_COLS];
 } DraftGroup;
-enum { DRAFT_GROUPS = 512, DRAFT_TOKENS = 16, DRAFT_CHUNK = 4 };
+enum { DRAFT_GROUPS = 512, DRAFT_TOKENS = 16, DRAFT_CHUNK = 8 };
 
 static void draft_gather(DraftGroup *out, const int8_t *q, size_t n) {
   const __m512i order =
@@ -274,7 +301,7 @@ typedef struct DraftPart {
   size_t stride, g0, g1;
 } DraftPart;
 
-/* A row block times n <= 4 tokens, on top of y where g0 > 0. With 128 added the magnitudes are unsigned bytes, as
+/* A row block times n <= 8 tokens, on top of y where g0 > 0. With 128 added the magnitudes are unsigned bytes, as
  * dpbusd wants them; the sum of q takes it off again. */
 ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_t block, const int n) {
   const __m512i magnitude = _mm512_broadcast_i32x4(
@@ -294,10 +321,11 @@ ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_
     for (int j = 0; j < 8; j++) {
       __m512i v = _mm512_loadu_si512(a + 64 * j);
       __m512i low = _mm512_permutexvar_epi8(v, value), high = _mm512_permutexvar_epi8(_mm512_srli_epi16(v, 4), value);
-      for (int t = 0; t < n; t++) {
+      for (int t = 0; t < n; t++) { /* few tokens: two chains each, for the latency */
         const uint8_t *q = (const uint8_t *)d->q[(size_t)t * d->stride + g - d->g0].q + 8 * j;
+        __m512i *other = n > 3 ? &sum0[t] : &sum1[t];
         sum0[t] = _mm512_dpbusd_epi32(sum0[t], low, _mm512_set1_epi32((int)load_u32(q)));
-        sum1[t] = _mm512_dpbusd_epi32(sum1[t], high, _mm512_set1_epi32((int)load_u32(q + 4)));
+        *other = _mm512_dpbusd_epi32(*other, high, _mm512_set1_epi32((int)load_u32(q + 4)));
       }
     }
     __m512 unit = _mm512_castsi512_ps(
@@ -316,7 +344,11 @@ static void draft_block(float *y, size_t ldy, const DraftPart *d, size_t block, 
   case 1: draft_block_n(y, ldy, d, block, 1); break;
   case 2: draft_block_n(y, ldy, d, block, 2); break;
   case 3: draft_block_n(y, ldy, d, block, 3); break;
-  default: draft_block_n(y, ldy, d, block, 4); break;
+  case 4: draft_block_n(y, ldy, d, block, 4); break;
+  case 5: draft_block_n(y, ldy, d, block, 5); break;
+  case 6: draft_block_n(y, ldy, d, block, 6); break;
+  case 7: draft_block_n(y, ldy, d, block, 7); break;
+  default: draft_block_n(y, ldy, d, block, 8); break;
   }
 }
 

@@ -115,17 +115,15 @@ class ReplyPrinter:
         for kind, piece in self._split.push(text) if self._split else [("text", text)]:
             self._show(kind, piece)
 
-    def close(self):
-        """Ends the reply: what was held back, plain colours, a line end."""
+    def close(self, complete=True):
+        """Ends the reply: what was held back, plain colours, a line end (if anything was shown, when it failed)."""
         for kind, piece in self._split.flush() if self._split else []:
             self._show(kind, piece)
         if self._kind == "think" and self._color:
             self._write(RESET, self._think_out)
-        if not self._shown().endswith("\n"):
+        line_open = self._kind != "text" or not self.text.endswith("\n")
+        if line_open and (complete or self._kind):
             self._write("\n", self._out)
-
-    def _shown(self):
-        return self.text if self._kind == "text" else ""
 
     def _show(self, kind, piece):
         if not piece:
@@ -205,11 +203,11 @@ class Conversation:
         return inside, self.model.stream(ids, **self.generation)
 
     def finish(self, messages, text, completion):
-        """Keeps the exchange; the completion is None for a reply that was stopped."""
+        """Keeps the exchange; a reply that was stopped has no completion."""
         self.messages = messages + [{"role": "assistant", "content": text}]
-        self.last = completion
         self.replies += 1
         if completion is not None:
+            self.last = completion
             self.tokens += completion.usage.completion_tokens
             self.decode_ms += completion.timings.decode_ms
 
@@ -279,7 +277,7 @@ class Chat:
         finally:
             if hasattr(stream, "close"):
                 stream.close()
-        printer.close()
+        printer.close(complete=not isinstance(error, PycassError))
         if isinstance(error, PycassError):
             return self._fail(error)
         if printer.text or completion is not None:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -83,21 +84,22 @@ def rope_scaling(o, path):
     """Model.load's rope_scaling from --rope-scaling and --rope-scale."""
     kind = o["rope_scaling"]
     if kind is None:
-        if o["rope_scale"]:
-            raise click.UsageError("--rope-scale needs --rope-scaling linear or yarn")
+        if o["rope_scale"] or o["rope_freq_base"]:
+            raise click.UsageError("--rope-scale and --rope-freq-base go with --rope-scaling")
         return None
-    if kind == "none":
-        return {"rope_type": "default"}
     from .file import CassFile
 
     with CassFile(path) as f:
-        trained = f.config.n_ctx_train
-    factor = o["rope_scale"] or max((o["ctx_size"] or 0) / trained, 0)
+        trained, stored = f.config.n_ctx_train, f.json.get("rope") or {}
+    base = {"rope_theta": o["rope_freq_base"]} if o["rope_freq_base"] else {}
+    if not base and "rope_theta" not in stored:
+        raise click.UsageError("this file does not tell its rope base: give --rope-freq-base, as in its config.json")
+    if kind == "none":
+        return base | {"rope_type": "default"}
+    factor = o["rope_scale"] or (o["ctx_size"] or 0) / trained
     if factor <= 1:
-        raise click.UsageError(
-            f"--rope-scaling {kind} needs --rope-scale, or a --ctx-size over the model's {trained}"
-        )
-    return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
+        raise click.UsageError(f"--rope-scaling {kind} needs --rope-scale, or a --ctx-size over the model's {trained}")
+    return base | {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
 
 
 def set_template(tokenizer, o):
@@ -116,26 +118,29 @@ def template_variables(o):
 
 
 def read_text(path):
-    """The text of a file, or of stdin for "-", without the line end at its end."""
+    """The text of a file, or of stdin for "-"."""
     try:
-        data = sys.stdin.buffer.read() if path == "-" else open(path, "rb").read()
-        text = data.decode("utf-8")
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8")
     except UnicodeDecodeError as e:
         raise InvalidArgument(f"{path}: not UTF-8 text (byte {e.start})") from None
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def the_prompt(o):
-    """The prompt from -p, -f or stdin."""
+    """The prompt from -p, -f or stdin; the line end at the end of a file or pipe is not part of it."""
     if o["prompt"] is not None and o["file"] is not None:
         raise click.UsageError("--prompt and --file exclude each other")
     if o["prompt"] is not None:
-        return read_text("-") if o["prompt"] == "-" else o["prompt"]
+        return _one_end_less(read_text("-")) if o["prompt"] == "-" else o["prompt"]
     if o["file"] is not None:
-        return read_text(o["file"])
+        return _one_end_less(read_text(o["file"]))
     if sys.stdin is None or sys.stdin.isatty():
         raise click.UsageError("no prompt: give -p TEXT or -f FILE, or pipe it in")
-    return read_text("-")
+    return _one_end_less(read_text("-"))
+
+
+def _one_end_less(text):
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 # ---- run ----
@@ -272,8 +277,8 @@ def verify(file, against, **o):
 @option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", envvar=None, help="A prompt; may be repeated.")
 @option("--lengths", default="1,8,16", show_default=True, metavar="LIST", help="Draft lengths to try.")
 @option("-n", "--predict", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Tokens.")
-@option("--temp", type=float, default=0.0, show_default=True, metavar="X")
-@option("-s", "--seed", type=click.IntRange(0), default=1, show_default=True, metavar="N")
+@option("--temp", type=float, default=0.0, show_default=True, metavar="X", help="0: greedy; else with --seed.")
+@option("-s", "--seed", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Of sampling.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.model
 @options.log
@@ -293,8 +298,8 @@ def number_list(text, name, low, high):
     out = []
     try:
         for part in text.split(","):
-            first, _, last = part.partition("-")
-            out += range(int(first), int(last or first) + 1)
+            first, dash, last = part.partition("-")
+            out += range(int(first), int(last if dash else first) + 1)
     except ValueError:
         raise click.BadParameter(f"{text!r} is not a list such as 1,2,8-16", param_hint=name) from None
     if not out or min(out) < low or max(out) > high:
@@ -309,11 +314,13 @@ def number_list(text, name, low, high):
 @click.argument("model", required=False)
 @option("-p", "--n-prompt", default="512", show_default=True, metavar="LIST", envvar=None, help="Prompt lengths; 0: none.")
 @option("-n", "--n-gen", default="128", show_default=True, metavar="LIST", envvar=None, help="Tokens to generate; 0: none.")
-@option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, metavar="N")
+@option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, metavar="N",
+        help="Measured runs of each test, after one that is not measured.")
 @option("-t", "--threads", default="0", metavar="LIST", help="Thread counts; 0: physical cores.")
-@option("-o", "--output", type=click.Choice(["md", "json", "jsonl", "csv"]), default="md", show_default=True)
+@option("-o", "--output", type=click.Choice(["md", "json", "jsonl", "csv"]), default="md", show_default=True,
+        help="Format of the table.")
 @option("--spec", "specs", default="off,on", show_default=True, metavar="LIST", help="Of off, on, auto.")
-@option("--draft-max", type=click.IntRange(1, 16), default=8, show_default=True, metavar="N")
+@option("--draft-max", type=click.IntRange(1, 16), default=8, show_default=True, metavar="N", help="Longest draft.")
 @option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL.")
 @option("-b", "--batch-size", type=click.IntRange(0, 4096), default=0, metavar="N", help="Prompt tokens per pass.")
 @option("--kernel", default=None, metavar="NAME", help="Force a kernel set.")

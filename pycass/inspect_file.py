@@ -97,15 +97,23 @@ def size(n):
 # ---- the build ----
 
 
+def kernels():
+    """(name, whether this machine can run it) of the kernel sets built in, best first."""
+    from ._pycass import ffi, lib
+
+    found, runs = [], ffi.new("int *")
+    while (name := lib.pycass_kernel_name(len(found), runs)) != ffi.NULL:
+        found.append((ffi.string(name).decode(), bool(runs[0])))
+    return found
+
+
 def build():
     """This build: version, machine, kernel sets, known models, the cache."""
-    from .model import kernels
-
     return {
         "version": metadata.version("pycass"),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
-        "kernels": [{"name": name, "runs": bool(runs)} for name, runs in kernels()],
+        "kernels": [{"name": name, "runs": runs} for name, runs in kernels()],
         "models": {name: k.about for name, k in pull.NAMES.items()},
         "cache": os.fspath(pull.cache_dir()),
     }

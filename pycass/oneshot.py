@@ -63,8 +63,10 @@ def _stream(model, ids, kw, o, inside):
     try:
         for delta in stream:
             printer.push(delta.text)
-    finally:
-        printer.close()
+    except BaseException:
+        printer.close(complete=False)
+        raise
+    printer.close()
     return stream.completion
 
 

@@ -64,6 +64,8 @@ model = stack(
            help="Replace the model's rope scaling; linear and yarn take their factor from --rope-scale."),
     option("--rope-scale", type=click.FloatRange(1), default=None, metavar="X",
            help="Factor of --rope-scaling; without it --ctx-size over the model's own context."),
+    option("--rope-freq-base", type=click.FloatRange(1), default=None, metavar="X",
+           help="The base (theta) for --rope-scaling, if the file does not tell it."),
     option("-ngl", "--n-gpu-layers", "--gpu-layers", type=int, default=0, callback=_cpu_only, metavar="N",
            help="Only 0: this version computes on the CPU."),
     option("-ctk", "--cache-type-k", default="bf16", callback=_bf16_only, metavar="TYPE", help="Only bf16 so far."),

@@ -60,13 +60,26 @@ def open_source(src, allow_missing_tokenizer=False):
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if ggufs and not (path / "config.json").exists():
-            raise ConversionError(f"{path}: no config.json; give one of the GGUF files by name, such as {ggufs[0].name}")
+            raise ConversionError(
+                f"{path}: no config.json; give one of the GGUF files by name, such as {ggufs[0].name}"
+            )
         return open_hf(path, allow_missing_tokenizer)
     if not path.exists():
         raise ConversionError(f"{path}: no such file or folder")
     if path.suffix in (".safetensors", ".json"):
         raise ConversionError(f"{path}: give the folder that holds config.json, the weights and the tokenizer")
     return open_gguf(path)
+
+
+def _default_threads():
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, cpus)
+
+
+def _refuse_overwriting(source, out):
+    for file in source.files:
+        if out.exists() and os.path.samefile(file.path, out):
+            raise ConversionError(f"{out}: is the source itself")
 
 
 def _require_room(out, needed):
@@ -79,9 +92,15 @@ def _require_room(out, needed):
 
 
 def _provenance(source, digest, changed):
-    return {"source": source.name, "source_sha256": digest, "source_format": source.format,
-            "source_dtype": source.dtypes(), "changed_values": changed,
-            "pycass": ffi.string(lib.pycass_version()).decode(), "notes": source.notes}
+    return {
+        "source": source.name,
+        "source_sha256": digest,
+        "source_format": source.format,
+        "source_dtype": source.dtypes(),
+        "changed_values": changed,
+        "pycass": ffi.string(lib.pycass_version()).decode(),
+        "notes": source.notes,
+    }
 
 
 def convert(src, out, codec="nest", progress=None, allow_missing_tokenizer=False, threads=None):
@@ -100,10 +119,11 @@ def convert(src, out, codec="nest", progress=None, allow_missing_tokenizer=False
         raise ConversionError(f"{out}: is a folder")
     if not out.parent.is_dir():
         raise ConversionError(f"{out.parent}: no such folder")
-    threads = threads or min(8, os.cpu_count() or 1)
+    threads = threads or _default_threads()
     begin = time.monotonic()
     with open_source(src, allow_missing_tokenizer) as source:
         file = None
+        _refuse_overwriting(source, out)
         try:
             plans, speculation = writer.make_plan(source.tensors, codec)
             _require_room(out, writer.minimum_bytes(plans, speculation))
@@ -135,11 +155,25 @@ def _write(source, file, plans, speculation, progress, threads):
     blob = source.json | {"provenance": _provenance(source, digest, tensors.changed)}
     size = writer.finish(file, tensors, speculation, cfg, flags, blob)
     return Report(
-        out=str(file.out), name=source.json.get("name") or source.name, family=cfg.family, codec="",
-        source_format=source.format, source_dtype=source.dtypes(), source_sha256=digest,
-        n_weights=sum(p.ref.rows * p.ref.cols for p in plans), n_tensors=len(plans), n_ctx_train=cfg.n_ctx_train,
-        tied=cfg.tied, changed_values=tensors.changed, quantized=source.quantized, file_bytes=size,
-        speculation_bytes=speculation, verification_bytes=tensors.verification, seconds=0.0, notes=notes)
+        out=str(file.out),
+        name=source.json.get("name") or source.name,
+        family=cfg.family,
+        codec="",
+        source_format=source.format,
+        source_dtype=source.dtypes(),
+        source_sha256=digest,
+        n_weights=sum(p.ref.rows * p.ref.cols for p in plans),
+        n_tensors=len(plans),
+        n_ctx_train=cfg.n_ctx_train,
+        tied=cfg.tied,
+        changed_values=tensors.changed,
+        quantized=source.quantized,
+        file_bytes=size,
+        speculation_bytes=speculation,
+        verification_bytes=tensors.verification,
+        seconds=0.0,
+        notes=notes,
+    )
 
 
 def _closing_notes(source, changed):
@@ -174,8 +208,11 @@ def verify_against(cass_path, src):
 
 def _config_differences(stored, cfg):
     same = ("n_vocab", "n_ctx_train", "n_embd", "n_ff", "n_layer", "n_head", "n_head_kv", "head_dim")
-    out = [f"{k}: {getattr(stored, k)} in the .cass file, {getattr(cfg, k)} in the source"
-           for k in same if getattr(stored, k) != getattr(cfg, k)]
+    out = [
+        f"{k}: {getattr(stored, k)} in the .cass file, {getattr(cfg, k)} in the source"
+        for k in same
+        if getattr(stored, k) != getattr(cfg, k)
+    ]
     for k in ("rms_eps", "rope_attention_factor"):
         if np.float32(getattr(stored, k)) != np.float32(getattr(cfg, k)):
             out.append(f"{k}: {getattr(stored, k)} in the .cass file, {getattr(cfg, k)} in the source")

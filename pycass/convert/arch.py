@@ -1,6 +1,5 @@
 """What a model is made of: hyperparameters, the tensors that they call for, and what is refused."""
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +13,14 @@ MODEL_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": 
 FLAG_TIED, FLAG_ROUNDED, FLAG_QUANTIZED = 1, 2, 4
 
 _LIMITS = {  # the CONFIG section's ranges (docs/format.md)
-    "n_vocab": (1, 1 << 24), "n_ctx_train": (1, 1 << 24), "n_embd": (1, 1 << 16), "n_ff": (1, 1 << 20),
-    "n_layer": (1, 1024), "n_head": (1, 1024), "n_head_kv": (1, 1024), "head_dim": (2, 1024),
+    "n_vocab": (1, 1 << 24),
+    "n_ctx_train": (1, 1 << 24),
+    "n_embd": (1, 1 << 16),
+    "n_ff": (1, 1 << 20),
+    "n_layer": (1, 1024),
+    "n_head": (1, 1024),
+    "n_head_kv": (1, 1024),
+    "head_dim": (2, 1024),
 }
 
 
@@ -46,10 +51,12 @@ class ModelConfig:
             if not low <= value <= high:
                 raise ConversionError(f"{name} = {value} is outside of {low}..{high}")
         if self.n_head % self.n_head_kv:
-            raise ConversionError(f"{self.n_head} query heads cannot be shared evenly by {self.n_head_kv} key/value heads")
+            raise ConversionError(
+                f"{self.n_head} query heads cannot be shared evenly by {self.n_head_kv} key/value heads"
+            )
         if self.head_dim % 2:
             raise ConversionError(f"head_dim = {self.head_dim} is odd: rotary embedding needs pairs")
-        if not (math.isfinite(self.rms_eps) and self.rms_eps > 0 and np.float32(self.rms_eps) > 0):
+        if not 1e-37 < self.rms_eps < 1e37:  # a positive float32, NaN excluded
             raise ConversionError(f"rms_eps = {self.rms_eps} is not a positive number")
 
 
@@ -58,10 +65,14 @@ def layer_tensors(cfg, layer):
     e, q, kv, f = cfg.n_embd, cfg.n_head * cfg.head_dim, cfg.n_head_kv * cfg.head_dim, cfg.n_ff
     shapes = {
         "input_layernorm.weight": (e,),
-        "self_attn.q_proj.weight": (q, e), "self_attn.k_proj.weight": (kv, e), "self_attn.v_proj.weight": (kv, e),
+        "self_attn.q_proj.weight": (q, e),
+        "self_attn.k_proj.weight": (kv, e),
+        "self_attn.v_proj.weight": (kv, e),
         "self_attn.o_proj.weight": (e, q),
         "post_attention_layernorm.weight": (e,),
-        "mlp.gate_proj.weight": (f, e), "mlp.up_proj.weight": (f, e), "mlp.down_proj.weight": (e, f),
+        "mlp.gate_proj.weight": (f, e),
+        "mlp.up_proj.weight": (f, e),
+        "mlp.down_proj.weight": (e, f),
     }
     if cfg.family == "qwen2":
         shapes |= {f"self_attn.{p}_proj.bias": (n,) for p, n in (("q", q), ("k", kv), ("v", kv))}
@@ -121,7 +132,9 @@ def _int(config, key, default=None):
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConversionError(f"config.json: '{key}' " + ("is missing" if value is None else f"is not a whole number: {value!r}"))
+        raise ConversionError(
+            f"config.json: '{key}' " + ("is missing" if value is None else f"is not a whole number: {value!r}")
+        )
     return value
 
 
@@ -135,20 +148,32 @@ def _float(config, key, default):
 def _refuse_unsupported(config):
     """Raises for options of config.json that would change what the model computes."""
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "?") if isinstance(config["quantization_config"], dict) else "?"
-        raise ConversionError(f"config.json: quantization_config ({method}): quantised checkpoints are not supported; "
-                              "use BF16, F16 or F32 safetensors, or a GGUF file")
+        method = (
+            config["quantization_config"].get("quant_method", "?")
+            if isinstance(config["quantization_config"], dict)
+            else "?"
+        )
+        raise ConversionError(
+            f"config.json: quantization_config ({method}): quantised checkpoints are not supported; "
+            "use BF16, F16 or F32 safetensors, or a GGUF file"
+        )
     act = config.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise ConversionError(f"config.json: hidden_act '{act}' is not supported; supported: silu")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config.get(key):
-            raise ConversionError(f"config.json: {key} = {config[key]}: mixtures of experts are not supported; supported: dense models")
-    if config.get("attention_bias"):
-        raise ConversionError("config.json: attention_bias: a bias on the attention's output is not supported; "
-                              "supported: no biases, or qwen2's on query, key and value")
+            raise ConversionError(
+                f"config.json: {key} = {config[key]}: mixtures of experts are not supported; supported: dense models"
+            )
+    if config.get("attention_bias") and config.get("model_type") != "qwen2":  # qwen2 has its own, and no such option
+        raise ConversionError(
+            "config.json: attention_bias: a bias on the attention's output is not supported; "
+            "supported: no biases, or qwen2's on query, key and value"
+        )
     if config.get("mlp_bias"):
-        raise ConversionError("config.json: mlp_bias: biases in the feed-forward part are not supported; supported: none")
+        raise ConversionError(
+            "config.json: mlp_bias: biases in the feed-forward part are not supported; supported: none"
+        )
 
 
 def rope_parameters(config):
@@ -157,8 +182,10 @@ def rope_parameters(config):
     if not isinstance(params, dict):
         raise ConversionError(f"config.json: rope_scaling is not an object: {params!r}")
     if any(isinstance(v, dict) for v in params.values()):
-        raise ConversionError("config.json: rope parameters that differ by layer type are not supported; "
-                              f"supported: one set of type {', '.join(rope.SUPPORTED)}")
+        raise ConversionError(
+            "config.json: rope parameters that differ by layer type are not supported; "
+            f"supported: one set of type {', '.join(rope.SUPPORTED)}"
+        )
     params = dict(params)
     params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
     if params.get("rope_theta") is None:
@@ -176,13 +203,17 @@ def _attention_window(config, model_type, n_layer):
     if isinstance(kinds, list):
         unknown = set(map(str, kinds)) - {"full_attention", "sliding_attention"}
         if unknown:
-            raise ConversionError(f"config.json: layer type '{sorted(unknown)[0]}' is not supported; supported: full_attention")
+            raise ConversionError(
+                f"config.json: layer type '{sorted(unknown)[0]}' is not supported; supported: full_attention"
+            )
     if window is None or model_type == "llama":
         return None
     if model_type != "mistral":
         if not config.get("use_sliding_window"):
             return None
-        sliding = "sliding_attention" in kinds if isinstance(kinds, list) else _int(config, "max_window_layers", 28) < n_layer
+        sliding = (
+            "sliding_attention" in kinds if isinstance(kinds, list) else _int(config, "max_window_layers", 28) < n_layer
+        )
         if not sliding:
             return None
     return _int(config, "sliding_window")
@@ -191,8 +222,10 @@ def _attention_window(config, model_type, n_layer):
 def limit_to_window(cfg, window):
     """Full attention equals a sliding window as long as the context fits into it: so the context is limited."""
     if window is not None and window < cfg.n_ctx_train:
-        cfg.notes.append(f"attention over a sliding window of {window} positions is not supported: "
-                         f"the context is limited to it (the model's: {cfg.n_ctx_train})")
+        cfg.notes.append(
+            f"attention over a sliding window of {window} positions is not supported: "
+            f"the context is limited to it (the model's: {cfg.n_ctx_train})"
+        )
         cfg.n_ctx_train = window
 
 
@@ -202,10 +235,10 @@ def set_rope(cfg, params):
         params.setdefault("original_max_position_embeddings", cfg.n_ctx_train)
     cfg.rope_inv_freq, cfg.rope_attention_factor = rope.resolve(params, cfg.head_dim, cfg.n_ctx_train)
     if params["rope_type"] == "yarn" and params.get("factor"):
-        stretched = int(params["original_max_position_embeddings"] * params["factor"])
+        stretched = params["original_max_position_embeddings"] * params["factor"]
         if cfg.n_ctx_train < stretched <= 1 << 24:
-            cfg.notes.append(f"yarn stretches the context from {cfg.n_ctx_train} to {stretched} positions")
-            cfg.n_ctx_train = stretched
+            cfg.notes.append(f"yarn stretches the context from {cfg.n_ctx_train} to {int(stretched)} positions")
+            cfg.n_ctx_train = int(stretched)
 
 
 def from_hf(config):
@@ -214,22 +247,37 @@ def from_hf(config):
     Raises ConversionError naming what is not supported and what is.
     """
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise ConversionError(f"config.json: model_type '{model_type}' is not supported; supported: {', '.join(MODEL_TYPES)}")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ConversionError(
+            f"config.json: model_type '{model_type}' is not supported; supported: {', '.join(MODEL_TYPES)}"
+        )
     _refuse_unsupported(config)
     n_embd, n_head = _int(config, "hidden_size"), _int(config, "num_attention_heads")
     if n_head < 1:
         raise ConversionError(f"config.json: num_attention_heads = {n_head}")
     default_dim = 128 if model_type == "qwen3" else n_embd // n_head
     if config.get("head_dim") is None and model_type != "qwen3" and n_embd % n_head:
-        raise ConversionError(f"config.json: hidden_size {n_embd} is not a multiple of {n_head} heads, and there is no head_dim")
-    kv_default = {"qwen2": 32, "qwen3": 32, "mistral": 8}.get(model_type, n_head) if "num_key_value_heads" not in config else n_head
+        raise ConversionError(
+            f"config.json: hidden_size {n_embd} is not a multiple of {n_head} heads, and there is no head_dim"
+        )
+    kv_default = (
+        {"qwen2": 32, "qwen3": 32, "mistral": 8}.get(model_type, n_head)
+        if "num_key_value_heads" not in config
+        else n_head
+    )
     cfg = ModelConfig(
-        family=MODEL_TYPES[model_type], n_vocab=_int(config, "vocab_size"),
-        n_ctx_train=_int(config, "max_position_embeddings"), n_embd=n_embd, n_ff=_int(config, "intermediate_size"),
-        n_layer=_int(config, "num_hidden_layers"), n_head=n_head,
-        n_head_kv=_int(config, "num_key_value_heads", kv_default), head_dim=_int(config, "head_dim", default_dim),
-        rms_eps=_float(config, "rms_norm_eps", 1e-6), tied=bool(config.get("tie_word_embeddings", False)))
+        family=MODEL_TYPES[model_type],
+        n_vocab=_int(config, "vocab_size"),
+        n_ctx_train=_int(config, "max_position_embeddings"),
+        n_embd=n_embd,
+        n_ff=_int(config, "intermediate_size"),
+        n_layer=_int(config, "num_hidden_layers"),
+        n_head=n_head,
+        n_head_kv=_int(config, "num_key_value_heads", kv_default),
+        head_dim=_int(config, "head_dim", default_dim),
+        rms_eps=_float(config, "rms_norm_eps", 1e-6),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
     if cfg.n_head_kv < 1:
         raise ConversionError(f"config.json: num_key_value_heads = {cfg.n_head_kv}")
     cfg.validate()

@@ -7,8 +7,7 @@ import math
 import struct
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf import quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from ..errors import ConversionError
 from . import arch, rope, vocab
@@ -20,13 +19,23 @@ _HEADER_LIMIT = 1 << 30  # bytes of metadata that are looked at
 _QUANTISED = {t for t in quants._type_traits if t.name != "BF16"}
 
 _LAYER_NAMES = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
-_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-          "output.weight": "lm_head.weight"}
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 
 
 # ---- container ----------------------------------------------------------------------------------------------
@@ -43,14 +52,16 @@ class _Cursor:
         """The next `size` bytes."""
         end = self.at + size
         if end > self.file.size:
-            raise ConversionError(f"{self.file.path}: truncated: {size} bytes of metadata at {self.at} "
-                                  f"do not fit into a file of {self.file.size} bytes")
+            raise ConversionError(
+                f"{self.file.path}: truncated: {size} bytes of metadata at {self.at} "
+                f"do not fit into a file of {self.file.size} bytes"
+            )
         if end > _HEADER_LIMIT:
             raise ConversionError(f"{self.file.path}: more than {_HEADER_LIMIT >> 20} MiB of metadata")
         if end > len(self._data):  # in doubling steps, so that small files and large vocabularies are both quick
             self._grow = max(2 * self._grow, end)
             self._data = self.file.read(0, min(self._grow, self.file.size)).tobytes()
-        piece = self._data[self.at:end]
+        piece = self._data[self.at : end]
         self.at = end
         return piece
 
@@ -122,7 +133,9 @@ def parse(file):
         raise ConversionError(f"{path}: GGUF version {version}{big} is not supported; supported: 2, 3, little-endian")
     n_tensors, n_values = cursor.unpack("QQ")
     if n_values * 13 > file.size or n_tensors * 24 > file.size:  # the least that an entry takes
-        raise ConversionError(f"{path}: {n_values} keys and {n_tensors} tensors do not fit into a file of {file.size} bytes")
+        raise ConversionError(
+            f"{path}: {n_values} keys and {n_tensors} tensors do not fit into a file of {file.size} bytes"
+        )
     try:
         metadata = _metadata(cursor, n_values, path)
         table = _tensor_table(cursor, n_tensors, path)
@@ -153,8 +166,14 @@ class _Keys:
         value = default if value is None else value
         if value is None:
             raise ConversionError(f"{self._path}: {self._prefix}{key} is missing")
-        if isinstance(value, (bool, str, list)) or (kind is int and not isinstance(value, int)) or not math.isfinite(value):
-            what = "differs by layer, which is not supported" if isinstance(value, list) else f"is not a number: {value!r}"
+        if (
+            isinstance(value, (bool, str, list))
+            or (kind is int and not isinstance(value, int))
+            or not math.isfinite(value)
+        ):
+            what = (
+                "differs by layer, which is not supported" if isinstance(value, list) else f"is not a number: {value!r}"
+            )
             raise ConversionError(f"{self._path}: {self._prefix}{key} {what}")
         return kind(value)
 
@@ -164,12 +183,16 @@ class _Keys:
 
 def _refuse_unsupported(keys, head_dim):
     if keys.integer("expert_count", 0):
-        raise ConversionError(f"{keys._path}: expert_count {keys.integer('expert_count')}: mixtures of experts are not supported; "
-                              "supported: dense models")
+        raise ConversionError(
+            f"{keys._path}: expert_count {keys.integer('expert_count')}: mixtures of experts are not supported; "
+            "supported: dense models"
+        )
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(key, head_dim) != head_dim:
-            raise ConversionError(f"{keys._path}: {key} {keys.integer(key)} differs from the head's size {head_dim}, which is not "
-                                  "supported; supported: the whole head")
+            raise ConversionError(
+                f"{keys._path}: {key} {keys.integer(key)} differs from the head's size {head_dim}, which is not "
+                "supported; supported: the whole head"
+            )
     for key in ("logit_scale", "attention.scale", "embedding_scale", "residual_scale", "attn_logit_softcapping"):
         if keys.raw(key):
             raise ConversionError(f"{keys._path}: {key} is not supported")
@@ -177,7 +200,10 @@ def _refuse_unsupported(keys, head_dim):
 
 def _rope_parameters(keys, n_ctx):
     """GGUF's rope keys in transformers' form. llama3 has no keys: its factors are a tensor."""
-    params = {"rope_type": keys.raw("rope.scaling.type") or "default", "rope_theta": keys.number("rope.freq_base", 10000.0)}
+    params = {
+        "rope_type": keys.raw("rope.scaling.type") or "default",
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+    }
     if params["rope_type"] == "none":
         params["rope_type"] = "default"
     old_linear = keys.number("rope.scale_linear", 0.0)
@@ -199,18 +225,26 @@ def _rope_parameters(keys, n_ctx):
 def _config(metadata, rows, path):
     """ModelConfig of the metadata; rows: of the embedding."""
     architecture = metadata.get("general.architecture")
-    if architecture not in arch.FAMILIES:
-        raise ConversionError(f"{path}: the architecture '{architecture}' is not supported; supported: {', '.join(arch.FAMILIES)}")
+    if not isinstance(architecture, str) or architecture not in arch.FAMILIES:
+        raise ConversionError(
+            f"{path}: the architecture '{architecture}' is not supported; supported: {', '.join(arch.FAMILIES)}"
+        )
     keys = _Keys(metadata, architecture, path)
     n_embd, n_head = keys.integer("embedding_length"), keys.integer("attention.head_count")
     if n_head < 1 or (keys.raw("attention.key_length") is None and n_embd % n_head):
         raise ConversionError(f"{path}: {n_embd} dimensions cannot be shared by {n_head} heads")
     cfg = arch.ModelConfig(
-        family=architecture, n_vocab=rows, n_ctx_train=keys.integer("context_length"), n_embd=n_embd,
-        n_ff=keys.integer("feed_forward_length"), n_layer=keys.integer("block_count"), n_head=n_head,
+        family=architecture,
+        n_vocab=rows,
+        n_ctx_train=keys.integer("context_length"),
+        n_embd=n_embd,
+        n_ff=keys.integer("feed_forward_length"),
+        n_layer=keys.integer("block_count"),
+        n_head=n_head,
         n_head_kv=keys.integer("attention.head_count_kv", n_head),
         head_dim=keys.integer("attention.key_length", n_embd // n_head),
-        rms_eps=keys.number("attention.layer_norm_rms_epsilon"))
+        rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
+    )
     if cfg.n_head_kv < 1:
         raise ConversionError(f"{path}: attention.head_count_kv {cfg.n_head_kv}")
     cfg.validate()
@@ -253,7 +287,11 @@ def _permutation(cfg, hf_name):
 
 
 def _dequantiser(kind):
-    return lambda raw: from_f32(quants.dequantize(raw, kind))
+    def decode(raw):
+        with np.errstate(all="ignore"):  # what is not finite is found afterwards
+            return from_f32(quants.dequantize(raw, kind))
+
+    return decode
 
 
 def _tensor(file, data_offset, entry, hf_name):
@@ -266,11 +304,13 @@ def _tensor(file, data_offset, entry, hf_name):
     if kind.name not in PLAIN and kind not in _QUANTISED:
         supported = ", ".join([*PLAIN, *sorted(t.name for t in _QUANTISED)])
         raise ConversionError(f"{file.path}: tensor {name} is of type {kind.name}; supported: {supported}")
-    while len(shape) > 1 and shape[0] == 1 and len(shape) > 2:
+    while len(shape) > 2 and shape[0] == 1:
         shape = shape[1:]
     block, size = GGML_QUANT_SIZES[kind]
     if len(shape) > 2 or 0 in shape or max(shape) > 1 << 28 or shape[-1] % block:
-        raise ConversionError(f"{file.path}: tensor {name} has the shape {list(shape)}, which is not possible for {kind.name}")
+        raise ConversionError(
+            f"{file.path}: tensor {name} has the shape {list(shape)}, which is not possible for {kind.name}"
+        )
     row_bytes, rows = shape[-1] // block * size, shape[0] if len(shape) == 2 else 1
     if data_offset + offset + rows * row_bytes > file.size:
         raise ConversionError(f"{file.path}: truncated: tensor {name} ends beyond the file")
@@ -293,8 +333,10 @@ def _collect(file, table, data_offset):
             factors = _tensor(file, data_offset, entry, entry[0])
             continue
         if entry[0] in ("rope_factors_long.weight", "rope_factors_short.weight"):
-            raise ConversionError(f"{file.path}: {entry[0]}: rope type 'longrope' is not supported; "
-                                  f"supported: {', '.join(rope.SUPPORTED)}")
+            raise ConversionError(
+                f"{file.path}: {entry[0]}: rope type 'longrope' is not supported; "
+                f"supported: {', '.join(rope.SUPPORTED)}"
+            )
         hf_name = _hf_name(entry[0])
         if hf_name is not None:
             if hf_name in tensors:
@@ -332,8 +374,16 @@ def open_gguf(path):
         for name in order:
             tensors[name].permutation = _permutation(cfg, name)
         blob = vocab.from_gguf(metadata, cfg, file.path)
-        return Source(_stem(file.path), "gguf", cfg, {n: tensors[n] for n in order}, blob, [file], list(cfg.notes),
-                      any(t.dtype not in PLAIN for t in tensors.values()))
+        return Source(
+            _stem(file.path),
+            "gguf",
+            cfg,
+            {n: tensors[n] for n in order},
+            blob,
+            [file],
+            list(cfg.notes),
+            any(t.dtype not in PLAIN for t in tensors.values()),
+        )
     except BaseException:
         file.close()
         raise

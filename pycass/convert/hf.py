@@ -5,11 +5,11 @@ import os
 import re
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from ..errors import ConversionError
 from . import arch, vocab
-from .source import PLAIN, RawFile, Source, TensorRef, settle_tie
+from .source import PLAIN, RawFile, Source, TensorRef, in_words, settle_tie
 
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # a buffer that old checkpoints carry along
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
@@ -66,8 +66,11 @@ def weight_files(folder, notes):
     found = sorted(folder.glob("*.safetensors"))
     shards = [p.name for p in found if _SHARD.search(p.name)]
     if shards:
-        raise ConversionError(f"{folder}: shard {shards[0]} but no {index.name}" if not single.is_file()
-                              else f"{folder}: both {single.name} and shards ({shards[0]}): remove one of them")
+        raise ConversionError(
+            f"{folder}: shard {shards[0]} but no {index.name}"
+            if not single.is_file()
+            else f"{folder}: both {single.name} and shards ({shards[0]}): remove one of them"
+        )
     if not single.is_file() and len(found) == 1:
         single = found[0]
     if not single.is_file():
@@ -108,24 +111,26 @@ def _tensor(file, name, entry, data_offset):
     item, decode = PLAIN[dtype]
     count = shape[0] * (shape[1] if len(shape) == 2 else 1)
     if end - begin != count * item or data_offset + end > file.size:
-        raise ConversionError(f"{file.path}: tensor {name}: its size does not agree with its shape or the file is truncated")
+        raise ConversionError(
+            f"{file.path}: tensor {name}: its size does not agree with its shape or the file is truncated"
+        )
     return TensorRef(name, shape, file, data_offset + begin, shape[-1] * item, decode, dtype)
 
 
 def _open_shard(path, files):
     """{name: TensorRef} of one safetensors file, which is appended to files."""
-    try:
-        with safe_open(path, framework="np") as f:  # validates the whole header: sizes, order, overlaps
-            names = set(f.keys())
-    except (SafetensorError, OSError, ValueError) as e:
-        raise ConversionError(f"{path}: not a whole safetensors file: {e}") from e
+    # opening validates the whole header: sizes, order, overlaps
+    with in_words(f"{path}: not a whole safetensors file"), safe_open(path, framework="np") as f:
+        names = set(f.keys())
     file = RawFile(path)
     files.append(file)
     header, data_offset = _header(file)
     header.pop("__metadata__", None)
     if set(header) != names:
         raise ConversionError(f"{path}: the header changed while it was read, or names a tensor twice")
-    return {name: _tensor(file, name, entry, data_offset) for name, entry in header.items() if not _IGNORED.search(name)}
+    return {
+        name: _tensor(file, name, entry, data_offset) for name, entry in header.items() if not _IGNORED.search(name)
+    }
 
 
 def _collect(folder, notes, files):
@@ -139,8 +144,10 @@ def _collect(folder, notes, files):
                 raise ConversionError(f"{path}: tensor {lost[0]} is missing, which the index promises")
             stray = sorted(set(found) - listed)
             if stray:
-                raise ConversionError(f"{path}: stray tensor {stray[0]}: " +
-                                      ("twice in the checkpoint" if stray[0] in tensors else "the index does not list it here"))
+                raise ConversionError(
+                    f"{path}: stray tensor {stray[0]}: "
+                    + ("twice in the checkpoint" if stray[0] in tensors else "the index does not list it here")
+                )
         for name, tensor in found.items():
             if name in tensors:
                 raise ConversionError(f"{path}: tensor {name} is in {tensors[name].file.path} too")

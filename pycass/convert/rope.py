@@ -63,7 +63,9 @@ def _yarn_attention_factor(params, factor):
 
 def _yarn_ramp(params, base, head_dim, context):
     """0 where a pair is extrapolated (fast), 1 where it is interpolated (slow); float32 [head_dim / 2]."""
-    fast, slow = params.get("beta_fast") or 32, params.get("beta_slow") or 1
+    fast, slow = (
+        _number(params, key) if params.get(key) else default for key, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
 
     def dimension(rotations):
         return (head_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(base))
@@ -106,15 +108,20 @@ def resolve(params, head_dim, n_ctx):
         raise ConversionError(f"rope parameter 'rope_theta' must be above 1: {base!r}")
     attention_factor = 1.0
     if kind == "yarn":
-        inv_freq, attention_factor = _yarn(params, base, head_dim, n_ctx)
+        try:
+            with np.errstate(all="ignore"):  # looked at below
+                inv_freq, attention_factor = _yarn(params, base, head_dim, n_ctx)
+        except (ValueError, OverflowError, ZeroDivisionError) as e:
+            raise ConversionError(f"yarn's parameters have no meaning: {e}: {params}") from e
     else:
         inv_freq = np.float32(1) / _pos_freqs(base, head_dim)
+    with np.errstate(all="ignore"):  # looked at below
         if kind == "linear":
             inv_freq = inv_freq / np.float32(_number(params, "factor"))
         elif kind == "llama3":
             inv_freq = _llama3(inv_freq, params)
     inv_freq = np.ascontiguousarray(inv_freq, dtype=np.float32)
-    if not np.isfinite(inv_freq).all() or not (inv_freq > 0).all():
+    if not (np.isfinite(inv_freq).all() and (inv_freq > 0).all() and abs(attention_factor) < 1e37):
         raise ConversionError(f"rope parameters give frequencies that are not positive numbers: {params}")
     return inv_freq, float(attention_factor)
 

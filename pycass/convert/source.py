@@ -1,5 +1,6 @@
 """What the two readers have in common: files read by (offset, size), tensors read by rows as BF16."""
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass, field
@@ -10,6 +11,19 @@ from .._pycass import ffi, lib
 from ..errors import ConversionError
 
 CHUNK_WEIGHTS = 4 << 20  # weights handled at a time: 16 MiB as F32
+
+
+@contextlib.contextmanager
+def in_words(message):
+    """Turns whatever a library raises, panics of Rust code included, into a ConversionError."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except BaseException as e:
+        if isinstance(e, Exception) or type(e).__name__ == "PanicException":
+            raise ConversionError(f"{message}: {e}") from e
+        raise
 
 
 class RawFile:
@@ -26,12 +40,14 @@ class RawFile:
     def read(self, offset, size):
         """uint8 [size], writable. A range outside of the file is a ConversionError before anything is allocated."""
         if offset < 0 or size < 0 or offset + size > self.size:
-            raise ConversionError(f"{self.path}: truncated: bytes {offset}..{offset + size} lie outside of a file of {self.size} bytes")
+            raise ConversionError(
+                f"{self.path}: truncated: bytes {offset}..{offset + size} lie outside of a file of {self.size} bytes"
+            )
         out = np.empty(size, np.uint8)
         view, done = memoryview(out), 0
         while done < size:
             try:
-                n = os.preadv(self.fd, [view[done:done + (1 << 30)]], offset + done)
+                n = os.preadv(self.fd, [view[done : done + (1 << 30)]], offset + done)
             except OSError as e:
                 raise ConversionError(f"{self.path}: {e.strerror}") from e
             if n == 0:
@@ -91,8 +107,10 @@ class TensorRef:
         if at < bits.size:
             r, c = divmod(at, self.cols)
             where = f"[{r0 + r}, {c}]" if len(self.shape) == 2 else f"[{c}]"
-            raise ConversionError(f"tensor {self.name}{where} is infinite or not a number (or beyond BF16's range): "
-                                  "a model with such weights cannot be run")
+            raise ConversionError(
+                f"tensor {self.name}{where} is infinite or not a number (or beyond BF16's range): "
+                "a model with such weights cannot be run"
+            )
 
 
 def from_bf16(raw):
@@ -102,8 +120,9 @@ def from_bf16(raw):
 def from_f16(raw):
     values = np.ascontiguousarray(raw).view(np.uint16)
     out = np.empty(values.shape, np.uint16)
-    changed = lib.pycass_bf16_from_f16(ffi.from_buffer("uint16_t[]", out, require_writable=True),
-                                       ffi.from_buffer("uint16_t[]", values), values.size)
+    changed = lib.pycass_bf16_from_f16(
+        ffi.from_buffer("uint16_t[]", out, require_writable=True), ffi.from_buffer("uint16_t[]", values), values.size
+    )
     return out, int(changed)
 
 
@@ -112,8 +131,9 @@ def from_f32(raw):
     values = np.ascontiguousarray(raw)
     values = values if values.dtype == np.float32 else values.view(np.float32)
     out = np.empty(values.shape, np.uint16)
-    changed = lib.pycass_bf16_from_f32(ffi.from_buffer("uint16_t[]", out, require_writable=True),
-                                       ffi.from_buffer("float[]", values), values.size)
+    changed = lib.pycass_bf16_from_f32(
+        ffi.from_buffer("uint16_t[]", out, require_writable=True), ffi.from_buffer("float[]", values), values.size
+    )
     return out, int(changed)
 
 
@@ -186,5 +206,7 @@ def settle_tie(cfg, tensors, declared):
             cfg.tied = True
             del tensors["lm_head.weight"]
         else:
-            cfg.notes.append("lm_head.weight differs from the embedding although the source says that they are tied: "
-                             "it is stored, untied, and used as the output matrix")
+            cfg.notes.append(
+                "lm_head.weight differs from the embedding although the source says that they are tied: "
+                "it is stored, untied, and used as the output matrix"
+            )

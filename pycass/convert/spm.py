@@ -4,7 +4,7 @@ import struct
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import ConversionError
+from .source import in_words
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _UNIGRAM, _BPE = 1, 2
@@ -39,7 +39,7 @@ def _fields(data):
                 size, at = _varint(data, at)
             if size > len(data) - at:
                 raise ValueError("a field runs past the end")
-            value, at = data[at:at + size], at + size
+            value, at = data[at : at + size], at + size
         else:
             raise ValueError(f"wire type {wire}")
         yield number, value
@@ -95,8 +95,9 @@ def _normalizer(prefix, charsmap=b"", squeeze=False):
 
 def bpe(vocabulary, pairs, unknown, byte_fallback, prefix, **normal):
     """Tokenizer of a BPE vocabulary. prefix: a space is put in front of every text. normal: see _normalizer."""
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, unk_token=unknown, fuse_unk=True,
-                                     byte_fallback=byte_fallback))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
+    )
     tokenizer.normalizer = _normalizer(prefix, **normal)
     tokenizer.decoder = _decoder(byte_fallback, prefix)
     return tokenizer
@@ -117,7 +118,9 @@ def _build(pieces, trainer, normalizer, settings):
         scored = {t: (score, i) for i, (t, score, k) in enumerate(pieces) if k == _NORMAL}
         tokenizer = bpe(ids, merges(scored), unknown, fallback, prefix, **normal)
     elif kind == _UNIGRAM:
-        tokenizer = Tokenizer(models.Unigram([(t, s) for t, s, _ in pieces], unk_id=ids.get(unknown), byte_fallback=fallback))
+        tokenizer = Tokenizer(
+            models.Unigram([(t, s) for t, s, _ in pieces], unk_id=ids.get(unknown), byte_fallback=fallback)
+        )
         tokenizer.normalizer = _normalizer(prefix, **normal)
         tokenizer.decoder = _decoder(fallback, prefix)
     else:
@@ -125,22 +128,30 @@ def _build(pieces, trainer, normalizer, settings):
     if prefix and settings.get("legacy") is False:  # the prefix only at the start, not behind control tokens
         tokenizer.normalizer = _normalizer(False, **normal)
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=k == _CONTROL or k == _UNKNOWN)
-                          for t, _, k in pieces if k in (_CONTROL, _USER_DEFINED, _UNKNOWN) and t])
+    tokenizer.add_tokens(
+        [
+            AddedToken(t, normalized=False, special=k == _CONTROL or k == _UNKNOWN)
+            for t, _, k in pieces
+            if k in (_CONTROL, _USER_DEFINED, _UNKNOWN) and t
+        ]
+    )
     return tokenizer
 
 
 def _add_ends(tokenizer, settings):
-    """BOS in front unless the settings say otherwise, EOS behind if they do; by Llama's names by default."""
-    def text(key, default):
-        value = settings.get(key, default)
+    """BOS in front unless the settings say otherwise, EOS behind if they do."""
+
+    def text(key):
+        value = settings.get(key)
         return value.get("content") if isinstance(value, dict) else value
 
-    bos = text("bos_token", "<s>") if settings.get("add_bos_token", True) else None
-    eos = text("eos_token", "</s>") if settings.get("add_eos_token", False) else None
+    bos = text("bos_token") if settings.get("add_bos_token", True) else None
+    eos = text("eos_token") if settings.get("add_eos_token", False) else None
     known = {t: tokenizer.token_to_id(t) for t in (bos, eos) if t and tokenizer.token_to_id(t) is not None}
     single = [t for t in (bos, "$A", eos) if t == "$A" or t in known]
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=list(known.items()))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=[*single, "$B:1"], special_tokens=list(known.items())
+    )
 
 
 def tokenizer(data, where, settings):
@@ -148,19 +159,15 @@ def tokenizer(data, where, settings):
 
     Raises ConversionError when the file is damaged or of a kind that cannot be rebuilt.
     """
-    try:
+    with in_words(f"{where}: not a SentencePiece model that can be used"):
         pieces, trainer, normalizer = _read(data)
         if not pieces:
             raise ValueError("no pieces")
         out = _build(pieces, trainer, normalizer, settings)
         added = settings.get("added_tokens_decoder") or {}
-        for i, token in sorted(((int(i), t) for i, t in added.items())):
+        for i, token in sorted((int(i), t) for i, t in added.items()):
             if i == out.get_vocab_size(with_added_tokens=True):  # tokens behind the model's own, in order
                 flags = {k: bool(token.get(k)) for k in ("lstrip", "rstrip", "normalized", "single_word")}
                 out.add_tokens([AddedToken(token["content"], special=bool(token.get("special")), **flags)])
         _add_ends(out, settings)
-    except ConversionError:
-        raise
-    except Exception as e:  # damaged protobuf, or what the tokenizers library says about it
-        raise ConversionError(f"{where}: not a SentencePiece model that can be used: {e}") from e
     return out

@@ -1,10 +1,12 @@
 """Tokenizers: everything becomes the text of a Hugging Face tokenizer.json and a few settings beside it."""
 
+import math
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import ConversionError
 from . import spm
+from .source import in_words
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types, GGUF's and SentencePiece's
 
@@ -12,12 +14,16 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|endoftext|>")
 _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 
-_QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-           r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _byte_level(use_regex):
@@ -50,10 +56,8 @@ _PRE = {
 
 
 def _parse(text, where):
-    try:
+    with in_words(f"{where}: not a tokenizer that the tokenizers library reads"):
         return Tokenizer.from_str(text)
-    except Exception as e:  # the library raises plain Exception
-        raise ConversionError(f"{where}: not a tokenizer that the tokenizers library reads: {e}") from e
 
 
 def count_ids(tokenizer, cfg, notes):
@@ -83,7 +87,7 @@ def _ids(value, where, n_vocab):
 def _generation(values):
     """The sampling settings of a generation_config.json that are numbers or flags."""
     wanted = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample", "max_new_tokens")
-    return {k: values[k] for k in wanted if isinstance(values.get(k), (int, float))}
+    return {k: values[k] for k in wanted if isinstance(values.get(k), (int, float)) and math.isfinite(values[k])}
 
 
 def _template_processor(bos, eos, tokenizer):
@@ -108,7 +112,7 @@ def _default_template(value):
     """Several named templates: the one for chat is called default."""
     if isinstance(value, list):
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
+        value = named.get("default") or next(iter(named.values()), None)
     return value if isinstance(value, str) else None
 
 
@@ -164,6 +168,13 @@ def from_hf(folder, config, read_json, cfg, allow_missing=False):
     unless allow_missing.
     """
     settings, generation = read_json(folder / "tokenizer_config.json"), read_json(folder / "generation_config.json")
+    if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer.model").is_file():
+        settings = {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "tokenizer_class": "LlamaTokenizer",
+        } | settings
     found = _hf_tokenizer(folder, settings)
     template = _hf_template(folder, settings, read_json)
     eos = _ids(config.get("eos_token_id"), "config.json: eos_token_id", cfg.n_vocab)
@@ -175,8 +186,12 @@ def from_hf(folder, config, read_json, cfg, allow_missing=False):
         if not allow_missing:
             raise ConversionError(f"{folder}: no tokenizer.json and no tokenizer.model")
         cfg.n_token = cfg.n_vocab
-        return out | {"tokenizer": None, "tokenizer_config": tokens, "bos_token_id": bos[0] if bos else None,
-                      "eos_token_ids": sorted(set(eos))}
+        return out | {
+            "tokenizer": None,
+            "tokenizer_config": tokens,
+            "bos_token_id": bos[0] if bos else None,
+            "eos_token_ids": sorted(set(eos)),
+        }
     out["tokenizer"], tokenizer = found
     count_ids(tokenizer, cfg, cfg.notes)
     if tokens["eos_token"] is not None:
@@ -185,9 +200,14 @@ def from_hf(folder, config, read_json, cfg, allow_missing=False):
     add_bos = _effective_add(tokenizer, settings, "bos", tokens["bos_token"])
     if add_bos and named_bos is not None:
         bos = [named_bos]
-    kept = {k: settings[k] for k in ("tokenizer_class", "model_max_length", "legacy", "add_prefix_space") if k in settings}
-    out["tokenizer_config"] = kept | tokens | {
-        "add_bos_token": add_bos, "add_eos_token": _effective_add(tokenizer, settings, "eos", tokens["eos_token"])}
+    kept = {
+        k: settings[k] for k in ("tokenizer_class", "model_max_length", "legacy", "add_prefix_space") if k in settings
+    }
+    out["tokenizer_config"] = (
+        kept
+        | tokens
+        | {"add_bos_token": add_bos, "add_eos_token": _effective_add(tokenizer, settings, "eos", tokens["eos_token"])}
+    )
     out["bos_token_id"] = bos[0] if bos else None
     out["eos_token_ids"] = sorted(set(eos) | _turn_ends(tokenizer, template))
     return out
@@ -250,8 +270,11 @@ class GgufVocabulary:
 
     def added(self):
         """The control and user-defined tokens, which are cut out of a text before it is split into words."""
-        return [AddedToken(t, normalized=False, special=self.types[i] == CONTROL)
-                for i, t in enumerate(self.tokens) if i not in self.padding and self.types[i] in (CONTROL, USER_DEFINED) and t]
+        return [
+            AddedToken(t, normalized=False, special=self.types[i] == CONTROL)
+            for i, t in enumerate(self.tokens)
+            if i not in self.padding and self.types[i] in (CONTROL, USER_DEFINED) and t
+        ]
 
 
 def _gguf_bpe(v):
@@ -267,9 +290,10 @@ def _gguf_bpe(v):
         at = text.find(" ", 1)
         if at < 0:
             raise ConversionError(f"{v.where}: tokenizer.ggml.merges has '{text}', which is not a pair")
-        merges.append((text[:at], text[at + 1:]))
-    tokenizer = Tokenizer(models.BPE(vocab=v.ids(), merges=merges, fuse_unk=False, byte_fallback=False,
-                                     ignore_merges=ignore_merges))
+        merges.append((text[:at], text[at + 1 :]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=v.ids(), merges=merges, fuse_unk=False, byte_fallback=False, ignore_merges=ignore_merges)
+    )
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = make()
@@ -284,8 +308,9 @@ def _gguf_spm(v):
     vocabulary = v.ids()
     normal = {t: (v.scores[i], i) for t, i in vocabulary.items() if v.types[i] == NORMAL}
     unknown = v.text("unknown") or next((t for t, k in zip(v.tokens, v.types) if k == UNKNOWN), None)
-    return spm.bpe(vocabulary, spm.merges(normal), unknown, byte_fallback=True,
-                             prefix=v.get("add_space_prefix", bool, True)), True
+    return spm.bpe(
+        vocabulary, spm.merges(normal), unknown, byte_fallback=True, prefix=v.get("add_space_prefix", bool, True)
+    ), True
 
 
 def from_gguf(metadata, cfg, where):
@@ -297,26 +322,30 @@ def from_gguf(metadata, cfg, where):
     kind = v.get("model", str)
     builders = {"gpt2": _gguf_bpe, "llama": _gguf_spm}
     if kind not in builders:
-        raise ConversionError(f"{where}: tokenizer.ggml.model '{kind}' is not supported; supported: {', '.join(builders)}")
-    try:
+        raise ConversionError(
+            f"{where}: tokenizer.ggml.model '{kind}' is not supported; supported: {', '.join(builders)}"
+        )
+    with in_words(f"{where}: the vocabulary is damaged"):
         tokenizer, add_bos = builders[kind](v)
         tokenizer.add_tokens(v.added())
-    except ConversionError:
-        raise
-    except Exception as e:  # the tokenizers library raises plain Exception
-        raise ConversionError(f"{where}: the vocabulary is damaged: {e}") from e
     add_bos = v.get("add_bos_token", bool, add_bos) and v.token_id("bos") is not None
     add_eos = v.get("add_eos_token", bool, False) and v.token_id("eos") is not None
-    tokenizer.post_processor = _template_processor(v.text("bos") if add_bos else None, v.text("eos") if add_eos else None, tokenizer)
+    tokenizer.post_processor = _template_processor(
+        v.text("bos") if add_bos else None, v.text("eos") if add_eos else None, tokenizer
+    )
     count_ids(tokenizer, cfg, cfg.notes)
     template = metadata.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
     return {
         "name": metadata["general.name"] if isinstance(metadata.get("general.name"), str) else "",
-        "tokenizer": tokenizer.to_str(), "chat_template": template,
-        "tokenizer_config": {f"{k}_token": v.text(g) for k, g in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}
+        "tokenizer": tokenizer.to_str(),
+        "chat_template": template,
+        "tokenizer_config": {
+            f"{k}_token": v.text(g) for k, g in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        }
         | {"add_bos_token": bool(add_bos), "add_eos_token": bool(add_eos)},
-        "bos_token_id": v.token_id("bos"), "eos_token_ids": _gguf_ends(v, tokenizer, template),
+        "bos_token_id": v.token_id("bos"),
+        "eos_token_ids": _gguf_ends(v, tokenizer, template),
         "generation": _gguf_generation(metadata),
     }
 
@@ -330,5 +359,11 @@ def _gguf_ends(v, tokenizer, template):
 
 
 def _gguf_generation(metadata):
-    names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
+    names = {
+        "temp": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "penalty_repeat": "repetition_penalty",
+    }
     return _generation({n: metadata.get(f"general.sampling.{k}") for k, n in names.items()})

@@ -1,5 +1,6 @@
 """Writes a .cass file: streamed, checked, and only renamed to its name when it is whole."""
 
+import contextlib
 import errno
 import json
 import os
@@ -86,8 +87,8 @@ def encode_nest(bits):
     pointers = [ffi.from_buffer("uint8_t[]", p, require_writable=True) for p in (a, x, b, c, side)]
     _check(lib.pycass_nest_encode(ffi.from_buffer("uint16_t[]", bits), rows, cols, *pointers, size))
     tiles = nest_parts(rows, cols)[0]
-    offsets = side[:4 * (tiles + 1)].view("<u4").astype(np.int64)
-    return a, x[:16 * tiles], b, c, offsets - offsets[0], side[offsets[0]:offsets[-1]].copy()
+    offsets = side[: 4 * (tiles + 1)].view("<u4").astype(np.int64)
+    return a, x[: 16 * tiles], b, c, offsets - offsets[0], side[offsets[0] : offsets[-1]].copy()
 
 
 def _check(status):
@@ -102,23 +103,32 @@ class PartialFile:
     """OUT.<pid>-<random>.partial, locked while it is written; renamed to OUT by commit(), else removed."""
 
     def __init__(self, out):
-        self.out = Path(out)
+        self.out, self.size = Path(out), 0
         remove_leftovers(self.out)
+        while not self._create():
+            pass
+
+    def _create(self):
+        """False when another process took the file for a leftover before it was locked."""
         self.path = self.out.with_name(f"{self.out.name}.{os.getpid()}-{secrets.token_hex(3)}.partial")
         try:
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as e:
             raise ConversionError(f"{self.path}: {e.strerror}") from e
         if fcntl:
-            fcntl.flock(self.fd, fcntl.LOCK_EX)
-        self.size = 0
+            with contextlib.suppress(OSError):  # file systems without locks
+                fcntl.flock(self.fd, fcntl.LOCK_EX)
+        if os.fstat(self.fd).st_nlink:
+            return True
+        os.close(self.fd)
+        return False
 
     def write(self, offset, data):
         """Writes a bytes-like object at an offset; gaps are zero."""
         view, done = memoryview(data).cast("B"), 0
         while done < len(view):
             try:
-                done += os.pwrite(self.fd, view[done:done + (1 << 30)], offset + done)
+                done += os.pwrite(self.fd, view[done : done + (1 << 30)], offset + done)
             except OSError as e:
                 raise self._failure(e) from e
         self.size = max(self.size, offset + len(view))
@@ -266,9 +276,23 @@ class TensorWriter:
 
 def config_section(cfg, flags):
     """CONFIG's bytes."""
-    numbers = (arch.FAMILIES[cfg.family], cfg.n_vocab, cfg.n_token, cfg.n_ctx_train, cfg.n_embd, cfg.n_ff, cfg.n_layer,
-               cfg.n_head, cfg.n_head_kv, cfg.head_dim, flags)
-    return struct.pack("<11I2f12x", *numbers, cfg.rms_eps, cfg.rope_attention_factor) + cfg.rope_inv_freq.astype("<f4").tobytes()
+    numbers = (
+        arch.FAMILIES[cfg.family],
+        cfg.n_vocab,
+        cfg.n_token,
+        cfg.n_ctx_train,
+        cfg.n_embd,
+        cfg.n_ff,
+        cfg.n_layer,
+        cfg.n_head,
+        cfg.n_head_kv,
+        cfg.head_dim,
+        flags,
+    )
+    return (
+        struct.pack("<11I2f12x", *numbers, cfg.rms_eps, cfg.rope_attention_factor)
+        + cfg.rope_inv_freq.astype("<f4").tobytes()
+    )
 
 
 def directory_section(plans):
@@ -276,10 +300,20 @@ def directory_section(plans):
     out = bytearray(struct.pack("<II", len(plans), 0))
     for p in plans:
         name, shape = p.ref.name.encode(), (*p.ref.shape, 0)[:2]
-        out += struct.pack("<HBBB3x2QII", len(name), p.codec, len(p.ref.shape), len(p.parts), *shape, p.bf16_crc, 0) + name
+        out += (
+            struct.pack("<HBBB3x2QII", len(name), p.codec, len(p.ref.shape), len(p.parts), *shape, p.bf16_crc, 0) + name
+        )
         for kind, (section, at, size) in p.parts.items():
             out += struct.pack("<IIQQ8x", kind, section, at, size)
     return bytes(out)
+
+
+def json_section(blob):
+    """JSON's bytes; texts that have no UTF-8 (lone surrogates) keep their escapes."""
+    try:
+        return json.dumps(blob, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(blob).encode("utf-8")
 
 
 def _section_crc(file, offset, size, tick):
@@ -293,10 +327,14 @@ def _section_crc(file, offset, size, tick):
 
 def finish(file, writer, speculation, cfg, flags, blob, tick=lambda: None):
     """Appends CONFIG, DIRECTORY and JSON, and writes the header with all checksums. Returns the file's size."""
-    text = json.dumps(blob, ensure_ascii=False).encode("utf-8", errors="replace")
+    text = json_section(blob)
     sections = [(SPECULATION, HEADER, speculation), (VERIFICATION, writer.verification_at, writer.verification)]
     at = _align(writer.verification_at + writer.verification)
-    for kind, data in ((CONFIG, config_section(cfg, flags)), (DIRECTORY, directory_section(writer.plans)), (JSON, text)):
+    for kind, data in (
+        (CONFIG, config_section(cfg, flags)),
+        (DIRECTORY, directory_section(writer.plans)),
+        (JSON, text),
+    ):
         file.write(at, data)
         sections.append((kind, at, len(data)))
         at = _align(at + len(data))
@@ -305,6 +343,6 @@ def finish(file, writer, speculation, cfg, flags, blob, tick=lambda: None):
     struct.pack_into("<8sIIQII", header, 0, MAGIC, VERSION, HEADER, size, len(sections), 0)
     for i, (kind, offset, length) in enumerate(sections):
         struct.pack_into("<IIQQ8x", header, 32 + 32 * i, kind, _section_crc(file, offset, length, tick), offset, length)
-    struct.pack_into("<I", header, HEADER - 4, crc32c(bytes(header[:HEADER - 4])))
+    struct.pack_into("<I", header, HEADER - 4, crc32c(bytes(header[: HEADER - 4])))
     file.write(0, header)
     return size

@@ -2,33 +2,8 @@
 #ifndef CASS_KERNEL_CASES_H
 #define CASS_KERNEL_CASES_H
 
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-
+#include "check.h"
 #include "kernels.h"
-
-#define CHECK(cond, ...)                                                                                               \
-  do {                                                                                                                 \
-    if (!(cond)) {                                                                                                     \
-      printf("%s:%d: %s: ", __FILE__, __LINE__, #cond);                                                                \
-      printf(__VA_ARGS__);                                                                                             \
-      printf("\n");                                                                                                    \
-      exit(1);                                                                                                         \
-    }                                                                                                                  \
-  } while (0)
-
-static uint64_t random_state = 1;
-static inline uint32_t random_u32(void) {
-  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-  uint32_t x = (uint32_t)(random_state >> 32);
-  return x ^ x >> 15;
-}
-static inline uint32_t random_below(uint32_t n) { return random_u32() % n; }
-static inline float random_unit(void) { return (float)(random_u32() >> 8) / 16777216.0f; }
-static inline float random_gauss(void) {
-  return sqrtf(-2.0f * logf(random_unit() + 1e-9f)) * cosf(6.2831853f * random_unit());
-}
 
 enum { GAUSS, ZERO, DENORMAL, WIDE, BITS, CELL0, CELL7, OVER, N_KIND };
 static const char *const kind_name[N_KIND] = {"gauss", "zero", "denormal", "wide", "bits", "cell0", "cell7", "over"};

@@ -34,8 +34,16 @@ def crc32c(data):
     whole = len(data) // 8 * 8
     for a, b in struct.iter_unpack("<II", data[:whole]):
         a ^= crc
-        crc = (t7[a & 255] ^ t6[a >> 8 & 255] ^ t5[a >> 16 & 255] ^ t4[a >> 24]
-               ^ t3[b & 255] ^ t2[b >> 8 & 255] ^ t1[b >> 16 & 255] ^ t0[b >> 24])
+        crc = (
+            t7[a & 255]
+            ^ t6[a >> 8 & 255]
+            ^ t5[a >> 16 & 255]
+            ^ t4[a >> 24]
+            ^ t3[b & 255]
+            ^ t2[b >> 8 & 255]
+            ^ t1[b >> 16 & 255]
+            ^ t0[b >> 24]
+        )
     for byte in data[whole:]:
         crc = crc >> 8 ^ t0[(crc ^ byte) & 255]
     return crc ^ 0xFFFFFFFF
@@ -75,7 +83,7 @@ class Reader:
             assert kind == i + 1 and reserved == 0
             assert offset % (4096 if i < 2 else 64) == 0 and offset >= end and offset + length <= len(d)
             assert not any(d[end:offset]), "bytes between sections are zero"
-            self.section[name], self.offset[name], end = d[offset:offset + length], offset, offset + length
+            self.section[name], self.offset[name], end = d[offset : offset + length], offset, offset + length
             if check_sections:
                 assert crc32c(self.section[name]) == crc, name
         assert end == len(d)
@@ -98,7 +106,7 @@ class Reader:
             length, codec, dims, n_parts, r0, n0, n1, crc, r1 = struct.unpack_from("<HBBB3sQQII", s, at)
             assert r0 == bytes(3) and r1 == 0 and 1 <= length <= 255 and dims in (1, 2) and 1 <= n_parts <= 16
             assert codec in (0, 1) and (n1 == 0) == (dims == 1)
-            name, at = s[at + 32:at + 32 + length].decode("utf-8"), at + 32 + length
+            name, at = s[at + 32 : at + 32 + length].decode("utf-8"), at + 32 + length
             parts = {}
             for _ in range(n_parts):
                 kind, section, offset, size, reserved = struct.unpack_from("<IIQQQ", s, at)
@@ -106,7 +114,7 @@ class Reader:
                 assert section in (1, 2) and offset % 64 == 0 and offset + size <= len(body) and reserved == 0
                 assert kind not in parts
                 used[section].append((offset, offset + size))
-                parts[kind], at = body[offset:offset + size], at + 32
+                parts[kind], at = body[offset : offset + size], at + 32
             assert name not in self.tensors
             self.tensors[name] = Tensor(name, ["raw", "nest"][codec], (n0, n1)[:dims], crc, parts)
         assert at == len(s)
@@ -141,9 +149,9 @@ class Nest:
         n = self.n = self.grid[0] * self.grid[1]
         a, x, b, c, self.side = (np.frombuffer(t.parts[k], np.uint8) for k in (16, 17, 18, 19, 20))
         assert len(a) == 512 * n and len(b) == 512 * n and len(c) == 256 * n
-        assert len(x) == -(-16 * n // 64) * 64 and not x[16 * n:].any()
+        assert len(x) == -(-16 * n // 64) * 64 and not x[16 * n :].any()
         self.a, self.b = self._nibbles(a), self._nibbles(b)
-        self.g = x[:16 * n].reshape(n, 16, 1).astype(np.int64)
+        self.g = x[: 16 * n].reshape(n, 16, 1).astype(np.int64)
         self.low = self._low_bits(c)
         self.sign, self.cell = self.a >> 3, self.a & 7
 
@@ -168,7 +176,7 @@ class Nest:
     def _record(self, t, cells):
         """(over, top, s, escape) of one tile, each [1024] in side order; cells likewise."""
         offsets = self.offsets
-        record = self.side[offsets[t]:offsets[t + 1]]
+        record = self.side[offsets[t] : offsets[t + 1]]
         bits = np.unpackbits(record, bitorder="little")
         at, escapes = 0, 0
         over, top, s = np.zeros(1024, bool), cells & 1, np.zeros(1024, np.int64)
@@ -177,22 +185,24 @@ class Nest:
         def take(mask, into, base, shift=0):
             nonlocal at
             n = int(mask.sum())
-            into[base:base + 64][mask] |= (bits[at:at + n].astype(into.dtype) << shift) if shift else bits[at:at + n].astype(into.dtype)
+            into[base : base + 64][mask] |= (
+                (bits[at : at + n].astype(into.dtype) << shift) if shift else bits[at : at + n].astype(into.dtype)
+            )
             at += n
 
         for base in range(0, 1024, 64):
-            c = cells[base:base + 64]
+            c = cells[base : base + 64]
             take(c == 7, over, base)
-            has_top = (c < 2) | over[base:base + 64]
-            top[base:base + 64][has_top] = 0
+            has_top = (c < 2) | over[base : base + 64]
+            top[base : base + 64][has_top] = 0
             take(has_top, top, base)
             for shift in range(3):
                 take(c == 0, s, base, shift)
-            for n in np.flatnonzero(s[base:base + 64] == 7):
+            for n in np.flatnonzero(s[base : base + 64] == 7):
                 escapes += 1
                 escape[base + n] = record[len(record) - escapes]
         assert -(-at // 8) + escapes == len(record), "a record has its side bits and its escapes, and nothing else"
-        assert not bits[at:(-(-at // 8)) * 8].any()
+        assert not bits[at : (-(-at // 8)) * 8].any()
         return over, top, s, escape
 
     def _check_side(self):
@@ -206,8 +216,8 @@ class Nest:
         r, k = self.grid
         whole = tiles.reshape(r, k, 16, 64).transpose(0, 2, 1, 3).reshape(16 * r, 64 * k)
         padding = whole.copy()
-        padding[:self.shape[0], :self.shape[1]] = 0
-        return whole[:self.shape[0], :self.shape[1]], padding
+        padding[: self.shape[0], : self.shape[1]] = 0
+        return whole[: self.shape[0], : self.shape[1]], padding
 
     def bits(self):
         """The weights' BF16 bits, uint16 [rows, cols]."""

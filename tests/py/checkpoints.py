@@ -6,8 +6,12 @@ import struct
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-SAMPLE = ["Hello world! The quick brown fox jumps over the lazy dog. ", "Café déjà vu — 123 456 7890 😊 Führer ",
-          "def f(x):\n    return x * 100\n\n\n# end\t\ttabs", "日本語 漢字 한국어 the then there other    spaces        more"] * 4
+SAMPLE = [
+    "Hello world! The quick brown fox jumps over the lazy dog. ",
+    "Café déjà vu — 123 456 7890 😊 Führer ",
+    "def f(x):\n    return x * 100\n\n\n# end\t\ttabs",
+    "日本語 漢字 한국어 the then there other    spaces        more",
+] * 4
 
 
 def bf16_to_f32(bits):
@@ -25,15 +29,33 @@ def tokenizer_json(n=300, bos=None):
     t = Tokenizer(models.BPE())
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     t.decoder = decoders.ByteLevel()
-    t.train_from_iterator(SAMPLE, trainers.BpeTrainer(vocab_size=n - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    t.train_from_iterator(
+        SAMPLE,
+        trainers.BpeTrainer(
+            vocab_size=n - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
     t.add_tokens([AddedToken("<|bos|>", special=True), AddedToken("<|im_end|>", special=True)])
     return t
 
 
 def config(family="llama", **changes):
-    out = {"model_type": family, "vocab_size": 320, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 2,
-           "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-           "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 298, "eos_token_id": 299}
+    out = {
+        "model_type": family,
+        "vocab_size": 320,
+        "hidden_size": 96,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 298,
+        "eos_token_id": 299,
+    }
     if family == "qwen3":
         out["head_dim"] = 32
     return out | changes
@@ -46,9 +68,17 @@ def shapes(c):
     q, kv = d * c["num_attention_heads"], d * c["num_key_value_heads"]
     out = {"model.embed_tokens.weight": (v, e)}
     for i in range(c["num_hidden_layers"]):
-        layer = {"input_layernorm.weight": (e,), "self_attn.q_proj.weight": (q, e), "self_attn.k_proj.weight": (kv, e),
-                 "self_attn.v_proj.weight": (kv, e), "self_attn.o_proj.weight": (e, q), "post_attention_layernorm.weight": (e,),
-                 "mlp.gate_proj.weight": (f, e), "mlp.up_proj.weight": (f, e), "mlp.down_proj.weight": (e, f)}
+        layer = {
+            "input_layernorm.weight": (e,),
+            "self_attn.q_proj.weight": (q, e),
+            "self_attn.k_proj.weight": (kv, e),
+            "self_attn.v_proj.weight": (kv, e),
+            "self_attn.o_proj.weight": (e, q),
+            "post_attention_layernorm.weight": (e,),
+            "mlp.gate_proj.weight": (f, e),
+            "mlp.up_proj.weight": (f, e),
+            "mlp.down_proj.weight": (e, f),
+        }
         if c["model_type"] == "qwen2":
             layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
         if c["model_type"] == "qwen3":
@@ -110,13 +140,27 @@ def write_hf(folder, c, tensors=None, tokenizer=True, shards=1, **extra):
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------
 
-_GGUF = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-         "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-         "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_GGUF = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 
 
 def gguf_name(name):
-    plain = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+    plain = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
     if name in plain:
         return plain[name]
     _, _, layer, rest = name.split(".", 3)
@@ -132,13 +176,23 @@ def permute(w, n_head):
 def gguf_keys(c):
     """Metadata {key: (kind, value)} of config `c`; kinds: u32, f32, str, bool, str[], i32[], f32[]."""
     a = "llama" if c["model_type"] == "mistral" else c["model_type"]
-    out = {"general.architecture": ("str", a), "general.name": ("str", "tiny"),
-           f"{a}.block_count": ("u32", c["num_hidden_layers"]), f"{a}.context_length": ("u32", c["max_position_embeddings"]),
-           f"{a}.embedding_length": ("u32", c["hidden_size"]), f"{a}.feed_forward_length": ("u32", c["intermediate_size"]),
-           f"{a}.attention.head_count": ("u32", c["num_attention_heads"]), f"{a}.attention.head_count_kv": ("u32", c["num_key_value_heads"]),
-           f"{a}.attention.layer_norm_rms_epsilon": ("f32", c["rms_norm_eps"]), f"{a}.rope.freq_base": ("f32", c["rope_theta"])}
+    out = {
+        "general.architecture": ("str", a),
+        "general.name": ("str", "tiny"),
+        f"{a}.block_count": ("u32", c["num_hidden_layers"]),
+        f"{a}.context_length": ("u32", c["max_position_embeddings"]),
+        f"{a}.embedding_length": ("u32", c["hidden_size"]),
+        f"{a}.feed_forward_length": ("u32", c["intermediate_size"]),
+        f"{a}.attention.head_count": ("u32", c["num_attention_heads"]),
+        f"{a}.attention.head_count_kv": ("u32", c["num_key_value_heads"]),
+        f"{a}.attention.layer_norm_rms_epsilon": ("f32", c["rms_norm_eps"]),
+        f"{a}.rope.freq_base": ("f32", c["rope_theta"]),
+    }
     if c.get("head_dim"):
-        out |= {f"{a}.attention.key_length": ("u32", c["head_dim"]), f"{a}.attention.value_length": ("u32", c["head_dim"])}
+        out |= {
+            f"{a}.attention.key_length": ("u32", c["head_dim"]),
+            f"{a}.attention.value_length": ("u32", c["head_dim"]),
+        }
     return out | gguf_vocabulary(tokenizer_json(), c["vocab_size"])
 
 
@@ -148,11 +202,16 @@ def gguf_vocabulary(tokenizer, rows, pre="gpt-2"):
     ids = {i: text for text, i in tokenizer.get_vocab(with_added_tokens=True).items()}
     added = {x["id"]: 3 if x["special"] else 4 for x in t["added_tokens"]}
     merges = [m if isinstance(m, str) else " ".join(m) for m in t["model"]["merges"]]
-    return {"tokenizer.ggml.model": ("str", "gpt2"), "tokenizer.ggml.pre": ("str", pre),
-            "tokenizer.ggml.tokens": ("str[]", [ids.get(i, f"[PAD{i}]") for i in range(rows)]),
-            "tokenizer.ggml.token_type": ("i32[]", [added.get(i, 1) if i in ids else 5 for i in range(rows)]),
-            "tokenizer.ggml.merges": ("str[]", merges), "tokenizer.ggml.bos_token_id": ("u32", 298),
-            "tokenizer.ggml.eos_token_id": ("u32", 299), "tokenizer.ggml.add_bos_token": ("bool", False)}
+    return {
+        "tokenizer.ggml.model": ("str", "gpt2"),
+        "tokenizer.ggml.pre": ("str", pre),
+        "tokenizer.ggml.tokens": ("str[]", [ids.get(i, f"[PAD{i}]") for i in range(rows)]),
+        "tokenizer.ggml.token_type": ("i32[]", [added.get(i, 1) if i in ids else 5 for i in range(rows)]),
+        "tokenizer.ggml.merges": ("str[]", merges),
+        "tokenizer.ggml.bos_token_id": ("u32", 298),
+        "tokenizer.ggml.eos_token_id": ("u32", 299),
+        "tokenizer.ggml.add_bos_token": ("bool", False),
+    }
 
 
 _KINDS = {"u32": (4, "<I"), "i32": (5, "<i"), "f32": (6, "<f"), "bool": (7, "<?"), "str": (8, None), "u64": (10, "<Q")}
@@ -192,7 +251,7 @@ def gguf_tensors(c, tensors, number=1):
                 bits = permute(bits, c[heads]) if part in name else bits
         values = bf16_to_f32(bits)
         kind = number if bits.ndim == 2 else 0
-        raw = {0: values, 1: values.astype(np.float16), 30: bits}[kind].tobytes()
+        raw = (values if kind == 0 else bits if kind == 30 else values.astype(np.float16)).tobytes()
         out[gguf_name(name)] = (kind, bits.shape, raw)
     return out
 
@@ -205,11 +264,28 @@ def write_gguf(path, c, tensors, number=30, keys=None):
 def nfc_split_tokenizer(pattern, nfc, ignore_merges, n=400):
     """A tokenizer of the shape of Qwen2's and Llama 3's."""
     from tokenizers import Regex
+
     t = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if nfc:
         t.normalizer = normalizers.NFC()
-    t.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    t.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     t.decoder = decoders.ByteLevel()
-    t.train_from_iterator(SAMPLE, trainers.BpeTrainer(vocab_size=n - 3, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    t.add_tokens([AddedToken("<|bos|>", special=True), AddedToken("<|im_end|>", special=True), AddedToken("<tool>", special=False)])
+    t.train_from_iterator(
+        SAMPLE,
+        trainers.BpeTrainer(
+            vocab_size=n - 3, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
+    t.add_tokens(
+        [
+            AddedToken("<|bos|>", special=True),
+            AddedToken("<|im_end|>", special=True),
+            AddedToken("<tool>", normalized=False, special=False),
+        ]
+    )
     return t

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from cass_reader import Reader
 from checkpoints import bf16_to_f32, config, f32_to_bf16, safetensors_bytes, shapes, weights, write_hf
-from pycass.convert import convert, verify_against
+
+from pycass.convert import convert, open_source, verify_against
 from pycass.errors import ConversionError
 
 
@@ -54,9 +55,16 @@ def test_sliding_window_of_mistral_limits_the_context(tmp_path):
 
 def test_sliding_window_of_qwen2(tmp_path):
     window = {"sliding_window": 64, "max_window_layers": 1}
-    assert converted(tmp_path / "a", config("qwen2", use_sliding_window=False, **window))[2].config["n_ctx_train"] == 512
+    assert (
+        converted(tmp_path / "a", config("qwen2", use_sliding_window=False, **window))[2].config["n_ctx_train"] == 512
+    )
     assert converted(tmp_path / "b", config("qwen2", use_sliding_window=True, **window))[2].config["n_ctx_train"] == 64
-    assert converted(tmp_path / "c", config("qwen2", use_sliding_window=True, **window | {"max_window_layers": 2}))[2].config["n_ctx_train"] == 512
+    assert (
+        converted(tmp_path / "c", config("qwen2", use_sliding_window=True, **window | {"max_window_layers": 2}))[
+            2
+        ].config["n_ctx_train"]
+        == 512
+    )
 
 
 def test_tied_without_lm_head(tmp_path):
@@ -100,33 +108,46 @@ def test_odd_groups(tmp_path, group):
 
 
 def test_uneven_groups_are_refused(tmp_path):
-    refused(tmp_path, "3 query heads cannot be shared evenly by 2", config(num_attention_heads=3, num_key_value_heads=2))
+    refused(
+        tmp_path, "3 query heads cannot be shared evenly by 2", config(num_attention_heads=3, num_key_value_heads=2)
+    )
 
 
-@pytest.mark.parametrize("changes, match", [
-    ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; supported: llama"),
-    ({"model_type": None}, "model_type"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*silu"),
-    ({"attention_bias": True}, "attention_bias"),
-    ({"mlp_bias": True}, "mlp_bias"),
-    ({"num_local_experts": 8}, "num_local_experts.*mixtures"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .gptq."),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "longrope.*supported: default, linear, llama3, yarn"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-    ({"rope_scaling": {"type": "linear"}}, "factor"),
-    ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor"),
-    ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "factor"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer type"),
-    ({"rope_scaling": [1]}, "rope_scaling"),
-    ({"rope_theta": -1.0}, "rope_theta"),
-    ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-    ({"vocab_size": 0}, "n_vocab"), ({"vocab_size": 2**63}, "n_vocab"), ({"num_hidden_layers": 10**6}, "n_layer"),
-    ({"hidden_size": "96"}, "hidden_size"), ({"hidden_size": None}, "hidden_size.*missing"), ({"num_attention_heads": 0}, "heads"),
-    ({"num_key_value_heads": 0}, "num_key_value_heads"), ({"head_dim": 15}, "head_dim = 15 is odd"), ({"hidden_size": 97}, "97"),
-    ({"rms_norm_eps": 0.0}, "rms_eps"), ({"rms_norm_eps": None}, "rms_norm_eps"), ({"max_position_embeddings": True}, "max_position"),
-])
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; supported: llama"),
+        ({"model_type": None}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*silu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"num_local_experts": 8}, "num_local_experts.*mixtures"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .gptq."),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope.*supported: default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer type"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"vocab_size": 0}, "n_vocab"),
+        ({"vocab_size": 2**63}, "n_vocab"),
+        ({"num_hidden_layers": 10**6}, "n_layer"),
+        ({"hidden_size": "96"}, "hidden_size"),
+        ({"hidden_size": None}, "hidden_size.*missing"),
+        ({"num_attention_heads": 0}, "heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim = 15 is odd"),
+        ({"hidden_size": 97}, "97"),
+        ({"rms_norm_eps": 0.0}, "rms_eps"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"max_position_embeddings": True}, "max_position"),
+    ],
+)
 def test_unsupported_configs_are_named(tmp_path, changes, match):
     refused(tmp_path, match, config() | changes, tensors=weights(config()))
 
@@ -164,8 +185,12 @@ def test_an_index_that_lies(tmp_path):
     good = json.loads(index.read_text())["weight_map"]
     first, second = sorted(set(good.values()))
     name = next(n for n, f in good.items() if f == first)
-    for change, match in [({name: second}, "missing, which the index promises|stray"), ({name: "../x.safetensors"}, "not a file name"),
-                          ({"extra": first}, "extra is missing"), ({name: 7}, "not a file name")]:
+    for change, match in [
+        ({name: second}, "missing, which the index promises|stray"),
+        ({name: "../x.safetensors"}, "not a file name"),
+        ({"extra": first}, "extra is missing"),
+        ({name: 7}, "not a file name"),
+    ]:
         index.write_text(json.dumps({"weight_map": good | change}))
         with pytest.raises(ConversionError, match=match):
             convert(tmp_path / "m", tmp_path / "m.cass")
@@ -186,14 +211,25 @@ def test_a_tensor_in_two_shards(tmp_path):
 
 def test_missing_stray_and_misshapen_tensors(tmp_path):
     c = config()
-    for i, (edit, match) in enumerate([
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is missing"),
-        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": np.zeros((80, 96), np.uint16)}), "layers.2.*not known"),
-        (lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": np.zeros(96, np.uint16)}), "attention's output"),
-        (lambda t: t.update({"model.norm.weight": np.zeros(95, np.uint16)}), r"\[95\], \[96\] expected"),
-        (lambda t: t.update({"model.norm.weight": np.zeros((96, 1, 1), np.uint16)}), "one or two dimensions"),
-        (lambda t: t.update({"model.norm.weight": ("I8", np.zeros(96, np.int8))}), "type I8; supported: BF16, F16, F32"),
-    ]):
+    for i, (edit, match) in enumerate(
+        [
+            (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is missing"),
+            (
+                lambda t: t.update({"model.layers.2.mlp.up_proj.weight": np.zeros((80, 96), np.uint16)}),
+                "layers.2.*not known",
+            ),
+            (
+                lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": np.zeros(96, np.uint16)}),
+                "attention's output",
+            ),
+            (lambda t: t.update({"model.norm.weight": np.zeros(95, np.uint16)}), r"\[95\], \[96\] expected"),
+            (lambda t: t.update({"model.norm.weight": np.zeros((96, 1, 1), np.uint16)}), "one or two dimensions"),
+            (
+                lambda t: t.update({"model.norm.weight": ("I8", np.zeros(96, np.int8))}),
+                "type I8; supported: BF16, F16, F32",
+            ),
+        ]
+    ):
         tensors = weights(c)
         edit(tensors)
         refused(tmp_path / str(i), match, c, tensors=tensors)
@@ -211,7 +247,9 @@ def test_f32_and_f16_are_rounded_to_nearest_even(tmp_path):
     c = config()
     rng = np.random.default_rng(5)
     values = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes(c).items()}
-    values["model.norm.weight"][:4] = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x80000001], np.uint32).view(np.float32)
+    values["model.norm.weight"][:4] = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x80000001], np.uint32).view(
+        np.float32
+    )
     halves = {n: v.astype(np.float16) for n, v in values.items() if "mlp" in n}
     typed = {n: ("F16", halves[n]) if n in halves else ("F32", v) for n, v in values.items()}
     write_hf(tmp_path / "m", c, typed)
@@ -256,12 +294,21 @@ def test_truncated_safetensors(tmp_path):
         convert(tmp_path / "m", tmp_path / "m.cass")
 
 
-@pytest.mark.parametrize("entry", [
-    {"dtype": "BF16", "shape": [2**63 - 1, 2**63 - 1], "data_offsets": [0, 2]}, {"dtype": "BF16", "shape": [-1], "data_offsets": [0, 2]},
-    {"dtype": "BF16", "shape": [1], "data_offsets": [-2, 0]}, {"dtype": "BF16", "shape": [1], "data_offsets": [2**63, 2**63 + 2]},
-    {"dtype": "BF16", "shape": [2], "data_offsets": [0, 2]}, {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]},
-    {"dtype": "BF17", "shape": [1], "data_offsets": [0, 2]}, {"shape": [1]}, [], None,
-])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "BF16", "shape": [2**63 - 1, 2**63 - 1], "data_offsets": [0, 2]},
+        {"dtype": "BF16", "shape": [-1], "data_offsets": [0, 2]},
+        {"dtype": "BF16", "shape": [1], "data_offsets": [-2, 0]},
+        {"dtype": "BF16", "shape": [1], "data_offsets": [2**63, 2**63 + 2]},
+        {"dtype": "BF16", "shape": [2], "data_offsets": [0, 2]},
+        {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]},
+        {"dtype": "BF17", "shape": [1], "data_offsets": [0, 2]},
+        {"shape": [1]},
+        [],
+        None,
+    ],
+)
 def test_hostile_safetensors_headers(tmp_path, entry):
     write_hf(tmp_path / "m", config())
     text = json.dumps({"model.norm.weight": entry}).encode()
@@ -302,5 +349,95 @@ def test_verify_against_names_the_difference(tmp_path):
     tensors["model.layers.0.self_attn.v_proj.weight"][5, 9] ^= 1
     write_hf(tmp_path / "m", c | {"rope_theta": 5000.0}, tensors)
     found = verify_against(tmp_path / "m.cass", tmp_path / "m")
-    assert found == ["rope_inv_freq: the frequencies differ",
-                     f"model.layers.0.self_attn.v_proj.weight: 1 of {32 * 96} values differ, first at [5, 9]"]
+    assert found == [
+        "rope_inv_freq: the frequencies differ",
+        f"model.layers.0.self_attn.v_proj.weight: 1 of {32 * 96} values differ, first at [5, 9]",
+    ]
+
+
+ODD = [None, True, -1, 0, 1, 2.5, 1e308, float("nan"), float("inf"), 2**70, "", "x", [], [1], {}, {"a": {}}]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_odd_values_in_any_setting_are_answered_in_words(tmp_path, family):
+    c = config(
+        family,
+        rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256},
+        sliding_window=64,
+        use_sliding_window=True,
+        max_window_layers=1,
+        layer_types=["full_attention"] * 2,
+        head_dim=16,
+        hidden_act="silu",
+        quantization_config=None,
+        num_experts=0,
+        partial_rotary_factor=1.0,
+        original_max_position_embeddings=128,
+    )
+    write_hf(tmp_path / "m", c, weights(config(family, head_dim=16)))
+    path = tmp_path / "m" / "config.json"
+    rope = [
+        ("rope_scaling", k)
+        for k in (
+            "rope_type",
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "attention_factor",
+            "truncate",
+            "rope_theta",
+            "low_freq_factor",
+        )
+    ]
+    for keys in [(k,) for k in c] + rope:
+        for value in ODD:
+            changed = json.loads(json.dumps(c))
+            if len(keys) == 2 and keys[1].startswith("mscale"):
+                changed["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 0.5}
+            target = changed if len(keys) == 1 else changed[keys[0]]
+            target[keys[-1]] = value
+            path.write_text(json.dumps(changed))
+            answered(tmp_path / "m", (keys, value))
+
+
+def answered(folder, what):
+    try:
+        open_source(folder).close()
+    except ConversionError as e:
+        assert len(str(e)) > 10
+    except Exception as e:
+        raise AssertionError(f"{what}: {e!r}") from e
+
+
+def test_odd_values_in_the_small_files(tmp_path):
+    write_hf(tmp_path / "m", config())
+    settings = (
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "add_bos_token",
+        "add_eos_token",
+        "tokenizer_class",
+        "chat_template",
+        "legacy",
+    )
+    for file, keys in (
+        ("tokenizer_config.json", settings),
+        ("generation_config.json", ("eos_token_id", "temperature", "top_k")),
+        ("chat_template.json", ("chat_template",)),
+        ("model.safetensors.index.json", ("weight_map",)),
+    ):
+        for key in keys:
+            for value in ODD + [{"content": 7}, [{"name": "default"}], [7]]:
+                (tmp_path / "m" / file).write_text(
+                    json.dumps({"eos_token": "<|im_end|>", "bos_token": "<|bos|>"} | {key: value})
+                )
+                if file.endswith("index.json"):
+                    (tmp_path / "m" / "model.safetensors").replace(
+                        tmp_path / "m" / "model-00001-of-00001.safetensors"
+                    ) if (tmp_path / "m" / "model.safetensors").exists() else None
+                answered(tmp_path / "m", (file, key, value))
+        (tmp_path / "m" / file).unlink()
