@@ -81,6 +81,7 @@ ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Constants *k, const in
     e = patch_escapes(e, f.escapes, d->side.escape);
     d->side.escape -= __builtin_popcountll(f.escapes);
   }
+  /* mantissa: bits 5..2, 1..0, 6 */
   __m512i m = SELECT_B(k->c_bits, c, h ? _mm512_srli_epi16(b, 2) : _mm512_slli_epi16(b, 2));
   m = _mm512_and_si512(m, k->low6);
   m = _mm512_mask_add_epi8(m, f.top, m, k->bit6);
@@ -100,7 +101,7 @@ ALWAYS_INLINE void decode_line(TileDecoder *d, const Constants *k, uint32_t j, c
   decode_half_line(d, k, 1, a, not_a, b, _mm512_srli_epi16(c, odd ? 6 : 2), &pair[1], &pair[3]);
 }
 
-static void set_nest_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size_t t, TilePairs out) {
   const Constants k = constants();
   TileDecoder d;
   tile_decoder_init(&d, w, t);
@@ -176,7 +177,7 @@ static void set_decode_tile(const Matrix *w, size_t t, TilePairs out) {
 
 enum { MATMUL_TOKENS = 64, MATMUL_DIRECT = 4, MATMUL_CHUNK = 8 };
 
-/* The pairs of line j times n tokens. s[2t], s[2t + 1]: the two accumulators of token t. */
+/* The pairs of a line times n tokens, x from the line's first column on. s[2t], s[2t + 1]: accumulators of token t. */
 ALWAYS_INLINE void multiply_line(__m512 *s, const __m512i pair[4], const float *x, size_t ldx, const int n) {
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
   for (int i = 0; i < 4; i++) {
@@ -220,22 +221,28 @@ static void nest_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
   }
 }
 
-/* A decoded tile times n <= 8 tokens; sums [n][2] wait in memory between tiles. */
+/* A decoded tile times n <= 8 tokens; sums [n][2] wait in memory between tiles. The activations are copied, so that
+ * they are at constant distances from one address. */
 ALWAYS_INLINE void tile_chunk_n(__m512 *sums, TilePairs tile, const float *x, size_t ldx, const int n) {
+  _Alignas(64) float acts[MATMUL_CHUNK][NEST_COLS];
   __m512 s[2 * MATMUL_CHUNK];
+  for (int t = 0; t < n; t++)
+    for (int i = 0; i < NEST_COLS; i += 16)
+      _mm512_store_ps(acts[t] + i, _mm512_loadu_ps(x + (size_t)t * ldx + i));
   for (int t = 0; t < 2 * n; t++)
     s[t] = sums[t];
   for (int j = 0; j < 8; j++) {
     __m512i pair[4];
     for (int i = 0; i < 4; i++)
       pair[i] = _mm512_loadu_si512(tile[4 * j + i]);
-    multiply_line(s, pair, x + 8 * j, ldx, n);
+    multiply_line(s, pair, acts[0] + 8 * j, NEST_COLS, n);
   }
   for (int t = 0; t < 2 * n; t++)
     sums[t] = s[t];
 }
 
-static void tile_chunk(__m512 *sums, TilePairs tile, const float *x, size_t ldx, uint32_t n) {
+/* Not inlined, like the decoders: together they spill. */
+static __attribute__((noinline)) void tile_chunk(__m512 *sums, TilePairs tile, const float *x, size_t ldx, uint32_t n) {
   switch (n) {
   case 1: tile_chunk_n(sums, tile, x, ldx, 1); break;
   case 2: tile_chunk_n(sums, tile, x, ldx, 2); break;

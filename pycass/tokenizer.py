@@ -7,6 +7,7 @@ gives the same text as decoding them at once.
 import codecs
 import json
 import re
+import secrets
 import threading
 from functools import lru_cache
 
@@ -15,7 +16,6 @@ import tokenizers
 from . import template as _template
 from .errors import FormatError, InvalidArgument, TemplateError
 
-_ANCHOR = "\ufdd0pycass anchor\ufdd0"  # noncharacters: no text that people exchange contains them
 _NO_TEMPLATE = (
     "this model has no chat template; name one with --chat-template (built in: {}; or a file), "
     "or use plain completion (`pycass run --raw`, `Model.generate`)"
@@ -29,6 +29,7 @@ class Tokenizer:
         self._text = _tokenizer_text(json_blob)
         self._plain = None  # the same tokenizer, blind to control tokens; made when first needed
         self._lock = threading.Lock()
+        self._anchor = f"\ufdd0{secrets.token_hex(8)}\ufdd0"  # no text can know it
         self._tok = _parse(self._text)
         self._config = json_blob.get("tokenizer_config") or {}
         self._read_added_tokens()
@@ -112,7 +113,7 @@ class Tokenizer:
             if self._plain is None:
                 plain = _parse(self._text)
                 plain.encode_special_tokens = True
-                plain.add_tokens([tokenizers.AddedToken(_ANCHOR, normalized=False, special=False)])
+                plain.add_tokens([tokenizers.AddedToken(self._anchor, normalized=False, special=False)])
                 self._plain = plain
             return self._plain
 
@@ -155,7 +156,7 @@ class Tokenizer:
     def encode_chat(self, messages, add_generation_prompt=True, **variables):
         """The conversation's ids. Only the template makes control tokens: spelled in a message they stay text."""
         messages = _flat(messages)
-        shield = _Shield(messages, self._special_names)
+        shield = _Shield(messages, self._special_names, self.chat_template or "")
         text = self._render([shield.message(m) for m in messages], add_generation_prompt, variables)
         if shield.used:
             ids = self._encode_shielded(text, shield.mark)
@@ -187,19 +188,19 @@ class Tokenizer:
             return []
         if left is None:
             return self._blind().encode(text, add_special_tokens=False).ids
-        return self._blind().encode(_ANCHOR + text, add_special_tokens=False).ids[1:]
+        return self._blind().encode(self._anchor + text, add_special_tokens=False).ids[1:]
 
 
 class _Shield:
     """Copies of messages in which a mark breaks every control token that they spell, so that what a template
-    makes of them has none but its own. The mark is a character that no message contains. Roles are the
-    template's business and stay as they are."""
+    makes of them has none but its own. The mark is a character that neither a message nor the template contains.
+    Roles are the template's business and stay as they are."""
 
-    def __init__(self, messages, names):
+    def __init__(self, messages, names, template):
         self.used = False
         self._names = [n for n in names if len(n) > 1]
         self._re = re.compile("|".join(map(re.escape, self._names)))
-        text = repr(messages)
+        text = repr(messages) + template
         self.mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text and ascii(c)[1:-1] not in text)
 
     def message(self, message):

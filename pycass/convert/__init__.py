@@ -152,7 +152,7 @@ def _write(source, file, plans, speculation, progress, threads):
     flags = (arch.FLAG_TIED if cfg.tied else 0) | (arch.FLAG_ROUNDED if tensors.changed else 0)
     flags |= arch.FLAG_QUANTIZED if source.quantized else 0
     notes = _closing_notes(source, tensors.changed)
-    blob = source.json | {"provenance": _provenance(source, digest, tensors.changed)}
+    blob = source.json | {"rope": cfg.rope, "provenance": _provenance(source, digest, tensors.changed)}
     size = writer.finish(file, tensors, speculation, cfg, flags, blob)
     return Report(
         out=str(file.out),

@@ -40,6 +40,7 @@ class ModelConfig:
     rms_eps: float
     rope_inv_freq: np.ndarray = None  # float32 [head_dim / 2]
     rope_attention_factor: float = 1.0
+    rope: dict = field(default_factory=dict)  # what the frequencies were made from, for an override at load time
     tied: bool = False
     n_token: int = 0
     notes: list = field(default_factory=list)
@@ -233,6 +234,7 @@ def set_rope(cfg, params):
     """Fills in the frequencies, and the longer context that yarn stands for."""
     if params["rope_type"] in ("llama3", "yarn"):
         params.setdefault("original_max_position_embeddings", cfg.n_ctx_train)
+    cfg.rope = dict(params)
     cfg.rope_inv_freq, cfg.rope_attention_factor = rope.resolve(params, cfg.head_dim, cfg.n_ctx_train)
     if params["rope_type"] == "yarn" and params.get("factor"):
         stretched = params["original_max_position_embeddings"] * params["factor"]

@@ -306,5 +306,5 @@ def test_an_interrupt_is_130():
     p = child("run", "m", "-p", "x", stdout=subprocess.PIPE)
     assert p.stdout.readline() == b"a line\n"  # it has started, and the pipe is too small for the rest
     p.send_signal(signal.SIGINT)
-    out, err = p.communicate(timeout=60)
-    assert p.returncode == 130 and err.strip() == b"" and out.endswith(b"\n")
+    err = p.communicate(timeout=60)[1]
+    assert p.returncode == 130 and err.strip() == b""
