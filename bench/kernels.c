@@ -1,5 +1,5 @@
-/* Kernel sets against a plain read loop: kernels [rows cols]. Milliseconds (best of several) and GB/s of the planes that
- * are read, on a matrix larger than the caches, for 1 and 2 threads; then cycles per 64 weights in the caches. */
+/* Kernel sets against a plain read loop: bench_kernels [rows cols [set]]. Cycles per 64 weights in the caches; then
+ * milliseconds (best of several) and GB/s of the planes read, on a matrix larger than the caches, 1 and 2 threads. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -145,8 +145,8 @@ static pycass_status parse_part(const Format *f, Tensor *t, const uint8_t *e, Pa
     return PYCASS_OK;
   for (int i = 0; i < N_PART_KIND; i++)
     if (type == part_type[i]) {
-      if (parts[i].data || (int)section != part_section[i])
-        return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: part %u is there twice or in the wrong section", t->name, type);
+      if ((int)section != part_section[i])
+        return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: part %u is in the wrong section", t->name, type);
       parts[i] = (Part){f->section[section].data + offset, size};
       return PYCASS_OK;
     }
@@ -211,6 +211,9 @@ static pycass_status parse_tensor(const Format *f, Cursor *c, Tensor *t) {
     const uint8_t *p = take(c, 32);
     if (!p)
       return cass_fail(PYCASS_ERR_CORRUPT, "the tensor directory ends too early");
+    for (uint32_t k = 1; k <= i; k++)
+      if (load_u32(p - 32 * k) == load_u32(p))
+        return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: part %u is there twice", t->name, load_u32(p));
     RETURN_IF(parse_part(f, t, p, parts));
     n_known += !(load_u32(p) >> 31);
   }
@@ -249,24 +252,22 @@ static int by_address(const void *a, const void *b) {
   return (p->data > q->data) - (p->data < q->data);
 }
 
-/* No weight is stored twice: known parts may not overlap. */
+/* No weight is stored twice: parts may not overlap, known or not. A second walk over entries that are checked. */
 static pycass_status check_overlap(const Format *f) {
-  Part *parts = calloc(f->n_tensor * 5, sizeof *parts);
+  Cursor c = {f->section[SECTION_DIRECTORY].data, f->section[SECTION_DIRECTORY].size};
+  Part *parts = calloc(c.left / 32, sizeof *parts);
   if (!parts)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for the tensor directory");
   size_t n = 0;
-  for (size_t i = 0; i < f->n_tensor; i++) {
-    const Matrix *m = &f->tensor[i].matrix;
-    if (m->codec == PYCASS_CODEC_RAW) {
-      parts[n++] = (Part){(const uint8_t *)m->raw, (uint64_t)m->rows * m->cols * 2};
-      continue;
+  take(&c, 8);
+  while (c.left) {
+    const uint8_t *e = take(&c, 32);
+    take(&c, e[0] | (size_t)e[1] << 8);
+    for (uint32_t i = 0; i < e[4]; i++) {
+      const uint8_t *p = take(&c, 32);
+      parts[n] = (Part){f->section[load_u32(p + 4) - 1].data + load_u64(p + 8), load_u64(p + 16)};
+      n += parts[n].size != 0;
     }
-    size_t tiles = matrix_tiles(m);
-    parts[n++] = (Part){m->a, 512 * tiles};
-    parts[n++] = (Part){m->x, 16 * tiles};
-    parts[n++] = (Part){m->b, 512 * tiles};
-    parts[n++] = (Part){m->c, 256 * tiles};
-    parts[n++] = (Part){m->side, load_u32(m->side + 4 * tiles) + NEST_SIDE_SLACK};
   }
   qsort(parts, n, sizeof *parts, by_address);
   bool overlap = false;

@@ -379,7 +379,10 @@ pycass_status pycass_session_load_state(pycass_session *s, const uint8_t *data, 
     return cass_fail(PYCASS_ERR_CORRUPT, "the saved state has the wrong size");
   if (pycass_crc32c(0, data + STATE_HEADER, size - STATE_HEADER) != head[3])
     return cass_fail(PYCASS_ERR_CHECKSUM, "the saved state is damaged");
-  RETURN_IF(check_ids(s, (const int32_t *)(const void *)(data + STATE_HEADER), n));
+  for (size_t i = 0; i < n; i++) { /* data may have any alignment */
+    int32_t id = (int32_t)load_u32(data + STATE_HEADER + i * sizeof id);
+    RETURN_IF(check_ids(s, &id, 1));
+  }
   memcpy(s->tokens, data + STATE_HEADER, n * sizeof(int32_t));
   kv_restore(&s->kv, 0, (uint32_t)n, data + STATE_HEADER + n * sizeof(int32_t));
   s->n_tokens = s->n_past = n;

@@ -141,4 +141,4 @@ const Kernels kernels_amx = {.name = "amx",
                              .nest_decode_tile = set_nest_decode_tile,
                              .matmul = amx_matmul,
                              .matmul_draft = set_matmul_draft,
-                             OPS_TABLE};
+                             SIMD_OPS_TABLE};

@@ -1,13 +1,80 @@
 /* AVX2, FMA, BMI2. Same bits as kernels_cpu/scalar.c. */
-#include "ops.h"
 #include "sets.h"
 #include "side_bits.h"
+
+#define V __m256
+#define V_WIDTH 8
+#define V_LOAD _mm256_loadu_ps
+#define V_STORE _mm256_storeu_ps
+#define V_SET1 _mm256_set1_ps
+#define V_ADD _mm256_add_ps
+#define V_SUB _mm256_sub_ps
+#define V_MUL _mm256_mul_ps
+#define V_DIV _mm256_div_ps
+#define V_FMA _mm256_fmadd_ps
+#define V_MAX _mm256_max_ps
+#define V_MIN _mm256_min_ps
+
+ALWAYS_INLINE __m256 V_BF16(const uint16_t *p) {
+  __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
+ALWAYS_INLINE __m256 V_POW2(__m256 n) {
+  __m256i e = _mm256_add_epi32(_mm256_cvttps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
+}
+ALWAYS_INLINE __m256 V_ZERO_BELOW(__m256 x, float limit, __m256 v) {
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_LT_OQ), v);
+}
+ALWAYS_INLINE __m256 V_HALVES(const __m256 *v) { return _mm256_add_ps(v[0], v[1]); }
+
+#include "simd_ops.h"
 
 #define SELECT(mask, a, b) _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b))
 
 static inline __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 static inline void store(void *p, __m256i v) { _mm256_storeu_si256((__m256i *)p, v); }
 static inline __m256i table16(__m128i t) { return _mm256_broadcastsi128_si256(t); }
+
+/* As ops_quantize_group. */
+ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const float *x) {
+  const __m256 magic = _mm256_set1_ps(12582912.0f), sign = _mm256_set1_ps(-0.0f);
+  const __m256i low = _mm256_set1_epi32(255), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  __m256 tops = _mm256_setzero_ps();
+  for (int i = 0; i < 8; i++)
+    tops = _mm256_max_ps(_mm256_andnot_ps(sign, _mm256_loadu_ps(x + 8 * i)), tops);
+  float lane[8], top = 0;
+  _mm256_storeu_ps(lane, tops);
+  for (int i = 0; i < 8; i++)
+    top = lane[i] > top ? lane[i] : top;
+  float inverse = top > 0 ? 127.0f / top : 0.0f;
+  inverse = inverse > 3e38f ? 0.0f : inverse;
+  __m256i total = _mm256_setzero_si256();
+  for (int i = 0; i < 2; i++) {
+    __m256i n[4];
+    for (int k = 0; k < 4; k++) {
+      __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + 32 * i + 8 * k), _mm256_set1_ps(inverse));
+      v = _mm256_max_ps(_mm256_sub_ps(_mm256_add_ps(v, magic), magic), _mm256_set1_ps(-127.0f)); /* NaN: -127 */
+      n[k] = _mm256_cvttps_epi32(v);
+      total = _mm256_add_epi32(total, n[k]);
+      n[k] = _mm256_and_si256(n[k], low);
+    }
+    __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(n[0], n[1]), _mm256_packus_epi32(n[2], n[3]));
+    store(q + 32 * i, _mm256_permutevar8x32_epi32(bytes, order));
+  }
+  int32_t sums[8];
+  store(sums, total);
+  *sum = sums[0] + sums[1] + sums[2] + sums[3] + sums[4] + sums[5] + sums[6] + sums[7];
+  *scale = top * (1.0f / 8890.0f);
+}
+
+static void simd_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+  for (uint32_t i = 0; i < m; i++)
+    for (uint32_t g = 0; g < n_group; g++) {
+      size_t at = (size_t)i * n_group + g;
+      quantize_group(q->q + at * NEST_COLS, q->scale + at, q->sum + at, x + i * ldx + (size_t)g * NEST_COLS);
+    }
+}
 
 /* ---- nest: 64 weights to exact bits ----------------------------------------------------------------- */
 
@@ -92,7 +159,7 @@ ALWAYS_INLINE void decode_half_line(TileDecoder *d, const __m256i *a, const __m2
   }
 }
 
-static void set_nest_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size_t t, TilePairs out) {
   TileDecoder d;
   tile_decoder_init(&d, w, t);
   for (uint32_t j = 0; j < 8; j++) {
@@ -152,6 +219,9 @@ static void set_decode_tile(const Matrix *w, size_t t, TilePairs out) {
   size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS;
   size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = min_size(NEST_COLS, w->cols - k0);
   const uint16_t *p = w->raw + r0 * w->cols + k0;
+  for (size_t r = NEST_ROWS; r < 2 * NEST_ROWS; r++) /* the next row block, since hardware does not follow 16 rows */
+    for (size_t k = 0; k < 2; k++)
+      _mm_prefetch((const char *)((uintptr_t)p + 2 * r * w->cols + 64 * k), _MM_HINT_T1);
   if (rows == NEST_ROWS && cols == NEST_COLS) {
     raw_pairs(p, w->cols, out);
     return;
@@ -166,8 +236,10 @@ static void set_decode_tile(const Matrix *w, size_t t, TilePairs out) {
 
 enum { MATMUL_TOKENS = 64, MATMUL_CHUNK = 6, HALVES = 2 * NEST_ROWS / 8 };
 
+typedef float GroupActs[MATMUL_CHUNK][NEST_COLS];
+
 /* Rows [8 r, 8 (r + n_rows)) of a decoded tile times n tokens. sums [n][4]: s0 and s1 of rows 0..7, then of 8..15. */
-ALWAYS_INLINE void tile_chunk_n(__m256 *sums, TilePairs tile, const float *x, size_t ldx, const int r, const int n_rows,
+ALWAYS_INLINE void tile_chunk_n(__m256 *sums, TilePairs tile, GroupActs x, const int r, const int n_rows,
                                 const int n) {
   const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
   __m256 s[2 * MATMUL_CHUNK];
@@ -181,7 +253,7 @@ ALWAYS_INLINE void tile_chunk_n(__m256 *sums, TilePairs tile, const float *x, si
         __m256 w0 = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16));
         __m256 w1 = _mm256_castsi256_ps(_mm256_and_si256(pair, upper));
         for (int t = 0; t < n; t++) {
-          const float *xj = x + (size_t)t * ldx + 8 * j + k;
+          const float *xj = x[t] + 8 * j + k;
           __m256 *st = s + 2 * n_rows * t + 2 * i;
           st[0] = _mm256_fmadd_ps(w0, _mm256_broadcast_ss(xj), st[0]);
           st[1] = _mm256_fmadd_ps(w1, _mm256_broadcast_ss(xj + 4), st[1]);
@@ -192,19 +264,24 @@ ALWAYS_INLINE void tile_chunk_n(__m256 *sums, TilePairs tile, const float *x, si
       sums[HALVES * t + 2 * r + i] = s[2 * n_rows * t + i];
 }
 
-/* One or two tokens take all rows at once, since two accumulators alone would wait for each other's latency. */
-static void tile_chunk(__m256 *sums, TilePairs tile, const float *x, size_t ldx, uint32_t n) {
+/* One or two tokens take all rows at once, since two accumulators alone would wait for each other's latency. The
+ * activations are copied, so that they are at constant distances from one address. */
+static __attribute__((noinline)) void tile_chunk(__m256 *sums, TilePairs tile, const float *x, size_t ldx, uint32_t n) {
+  _Alignas(32) GroupActs acts;
+  for (uint32_t t = 0; t < n; t++)
+    for (int i = 0; i < NEST_COLS; i += 8)
+      _mm256_store_ps(acts[t] + i, _mm256_loadu_ps(x + t * ldx + i));
   if (n == 1)
-    tile_chunk_n(sums, tile, x, ldx, 0, 2, 1);
+    tile_chunk_n(sums, tile, acts, 0, 2, 1);
   else if (n == 2)
-    tile_chunk_n(sums, tile, x, ldx, 0, 2, 2);
+    tile_chunk_n(sums, tile, acts, 0, 2, 2);
   else
     for (int r = 0; r < 2; r++)
       switch (n) {
-      case 3: tile_chunk_n(sums, tile, x, ldx, r, 1, 3); break;
-      case 4: tile_chunk_n(sums, tile, x, ldx, r, 1, 4); break;
-      case 5: tile_chunk_n(sums, tile, x, ldx, r, 1, 5); break;
-      default: tile_chunk_n(sums, tile, x, ldx, r, 1, 6); break;
+      case 3: tile_chunk_n(sums, tile, acts, r, 1, 3); break;
+      case 4: tile_chunk_n(sums, tile, acts, r, 1, 4); break;
+      case 5: tile_chunk_n(sums, tile, acts, r, 1, 5); break;
+      default: tile_chunk_n(sums, tile, acts, r, 1, 6); break;
       }
 }
 
@@ -217,7 +294,8 @@ static void block_product(float *y, size_t ldy, const Matrix *w, size_t block, c
     _Alignas(64) TilePairs tile;
     set_decode_tile(w, block * w->n_group + g, tile);
     for (uint32_t i = 0; i < m; i += MATMUL_CHUNK)
-      tile_chunk(sums + HALVES * i, tile, x + i * ldx + g * NEST_COLS, ldx, m - i < MATMUL_CHUNK ? m - i : MATMUL_CHUNK);
+      tile_chunk(sums + HALVES * i, tile, x + i * ldx + g * NEST_COLS, ldx,
+                 m - i < MATMUL_CHUNK ? m - i : MATMUL_CHUNK);
   }
   for (uint32_t i = 0; i < m; i++)
     for (uint32_t r = 0; r < 2; r++)
@@ -329,4 +407,4 @@ const Kernels kernels_avx2 = {.name = "avx2",
                               .nest_decode_tile = set_nest_decode_tile,
                               .matmul = set_matmul,
                               .matmul_draft = set_matmul_draft,
-                              OPS_TABLE};
+                              SIMD_OPS_TABLE};

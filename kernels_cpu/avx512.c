@@ -6,4 +6,4 @@ const Kernels kernels_avx512 = {.name = "avx512",
                                 .nest_decode_tile = set_nest_decode_tile,
                                 .matmul = set_matmul,
                                 .matmul_draft = set_matmul_draft,
-                                OPS_TABLE};
+                                SIMD_OPS_TABLE};

@@ -3,8 +3,66 @@
 #ifndef CASS_AVX512_COMMON_H
 #define CASS_AVX512_COMMON_H
 
-#include "ops.h"
 #include "side_bits.h"
+
+#define V __m512
+#define V_WIDTH 16
+#define V_LOAD _mm512_loadu_ps
+#define V_STORE _mm512_storeu_ps
+#define V_SET1 _mm512_set1_ps
+#define V_ADD _mm512_add_ps
+#define V_SUB _mm512_sub_ps
+#define V_MUL _mm512_mul_ps
+#define V_DIV _mm512_div_ps
+#define V_FMA _mm512_fmadd_ps
+#define V_MAX _mm512_max_ps
+#define V_MIN _mm512_min_ps
+
+ALWAYS_INLINE __m512 V_BF16(const uint16_t *p) {
+  __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+}
+ALWAYS_INLINE __m512 V_POW2(__m512 n) {
+  __m512i e = _mm512_add_epi32(_mm512_cvttps_epi32(n), _mm512_set1_epi32(127));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(e, 23));
+}
+ALWAYS_INLINE __m512 V_ZERO_BELOW(__m512 x, float limit, __m512 v) {
+  return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_LT_OQ), _mm512_setzero_ps());
+}
+ALWAYS_INLINE __m256 V_HALVES(const __m512 *v) {
+  return _mm256_add_ps(_mm512_castps512_ps256(*v), _mm512_extractf32x8_ps(*v, 1));
+}
+
+#include "simd_ops.h"
+
+/* As ops_quantize_group. */
+ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const float *x) {
+  const __m512 magic = _mm512_set1_ps(12582912.0f);
+  __m512 v[4], tops = _mm512_setzero_ps();
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm512_loadu_ps(x + 16 * i);
+    tops = _mm512_max_ps(_mm512_abs_ps(v[i]), tops);
+  }
+  float top = _mm512_reduce_max_ps(tops), inverse = top > 0 ? 127.0f / top : 0.0f;
+  inverse = inverse > 3e38f ? 0.0f : inverse;
+  __m512i total = _mm512_setzero_si512();
+  for (int i = 0; i < 4; i++) {
+    __m512 r = _mm512_sub_ps(_mm512_add_ps(_mm512_mul_ps(v[i], _mm512_set1_ps(inverse)), magic), magic);
+    __m512i n = _mm512_cvttps_epi32(_mm512_max_ps(r, _mm512_set1_ps(-127.0f))); /* NaN: -127 */
+    total = _mm512_add_epi32(total, n);
+    _mm_storeu_si128((__m128i *)(q + 16 * i), _mm512_cvtepi32_epi8(n));
+  }
+  *sum = _mm512_reduce_add_epi32(total);
+  *scale = top * (1.0f / 8890.0f);
+}
+
+static void simd_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+  for (uint32_t i = 0; i < m; i++)
+    for (uint32_t g = 0; g < n_group; g++) {
+      size_t at = (size_t)i * n_group + g;
+      quantize_group(q->q + at * NEST_COLS, q->scale + at, q->sum + at, x + i * ldx + (size_t)g * NEST_COLS);
+    }
+}
 
 /* Bits of a where mask is 1, else of b. One of the three is overwritten: a in SELECT_A, b in SELECT_B. */
 #define SELECT_A(mask, a, b) _mm512_ternarylogic_epi32(a, b, mask, 0xe4)
@@ -141,23 +199,30 @@ ALWAYS_INLINE void transpose16(__m512i r[16]) {
     r[i] = t[i];
 }
 
-/* As raw_decode_tile: columns (k, k + 4) of each eight become neighbours, then dwords are transposed. */
-static void set_raw_decode_tile(const Matrix *w, size_t t, TilePairs out) {
-  const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
-  size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS;
-  size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = min_size(NEST_COLS, w->cols - k0);
+/* Columns 32 half .. 32 half + 31 of the tile's 16 rows; zero past the matrix. Fetches those of the next row block,
+ * since hardware does not follow 16 rows; past the matrix that does nothing. */
+ALWAYS_INLINE void load_raw(const Matrix *w, size_t t, size_t half, __m512i r[16]) {
+  size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS + 32 * half;
+  size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = w->cols > k0 ? min_size(32, w->cols - k0) : 0;
   const uint16_t *p = w->raw + r0 * w->cols + k0;
+  for (size_t i = NEST_ROWS; i < 2 * NEST_ROWS; i++)
+    _mm_prefetch((const char *)((uintptr_t)p + 2 * i * w->cols), _MM_HINT_T1);
+  if (rows == NEST_ROWS && cols == 32) {
+    for (size_t i = 0; i < 16; i++)
+      r[i] = _mm512_loadu_si512(p + i * w->cols);
+    return;
+  }
+  for (size_t i = 0; i < 16; i++)
+    r[i] = i < rows && cols ? _mm512_maskz_loadu_epi16((__mmask32)(0xffffffffu >> (32 - cols)), p + i * w->cols)
+                            : _mm512_setzero_si512();
+}
+
+/* As raw_decode_tile: columns (k, k + 4) of each eight become neighbours, then dwords are transposed. */
+static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+  const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
   for (size_t half = 0; half < 2; half++) {
     __m512i r[16];
-    size_t n = cols > 32 * half ? min_size(32, cols - 32 * half) : 0;
-    if (rows == NEST_ROWS && n == 32)
-      for (size_t i = 0; i < 16; i++)
-        r[i] = _mm512_loadu_si512(p + i * w->cols + 32 * half);
-    else
-      for (size_t i = 0; i < 16; i++)
-        r[i] = i < rows && n ? _mm512_maskz_loadu_epi16((__mmask32)(0xffffffffu >> (32 - n)),
-                                                        p + i * w->cols + 32 * half)
-                             : _mm512_setzero_si512();
+    load_raw(w, t, half, r);
     for (int i = 0; i < 16; i++)
       r[i] = _mm512_shuffle_epi8(r[i], pairs);
     transpose16(r);
@@ -212,12 +277,46 @@ ALWAYS_INLINE void nest_block_n(float *y, size_t ldy, const Matrix *w, size_t bl
     _mm512_storeu_ps(y + (size_t)t * ldy, _mm512_add_ps(s[2 * t], s[2 * t + 1]));
 }
 
-static void nest_block(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx, uint32_t m) {
+/* The same for raw: neighbouring columns are transposed together and then go to the same accumulator. */
+ALWAYS_INLINE void raw_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx,
+                               const int n) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+  __m512 s[2 * MATMUL_DIRECT];
+  for (int t = 0; t < 2 * n; t++)
+    s[t] = _mm512_setzero_ps();
+  for (size_t half = 0; half < 2 * (size_t)w->n_group; half++) {
+    const float *xh = x + 32 * half;
+    __m512i r[16];
+    load_raw(w, block * w->n_group + half / 2, half % 2, r);
+    transpose16(r);
+    for (int i = 0; i < 16; i++) {
+      __m512 w0 = _mm512_castsi512_ps(_mm512_slli_epi32(r[i], 16));
+      __m512 w1 = _mm512_castsi512_ps(_mm512_and_si512(r[i], upper));
+      for (int t = 0; t < n; t++) {
+        __m512 *st = &s[2 * t + (i % 4 >= 2)];
+        *st = _mm512_fmadd_ps(w0, _mm512_set1_ps(xh[(size_t)t * ldx + 2 * (size_t)i]), *st);
+        *st = _mm512_fmadd_ps(w1, _mm512_set1_ps(xh[(size_t)t * ldx + 2 * (size_t)i + 1]), *st);
+      }
+    }
+  }
+  for (int t = 0; t < n; t++)
+    _mm512_storeu_ps(y + (size_t)t * ldy, _mm512_add_ps(s[2 * t], s[2 * t + 1]));
+}
+
+ALWAYS_INLINE void direct_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx,
+                                  const int n) {
+  if (w->codec == PYCASS_CODEC_NEST)
+    nest_block_n(y, ldy, w, block, x, ldx, n);
+  else
+    raw_block_n(y, ldy, w, block, x, ldx, n);
+}
+
+static void direct_block(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx, uint32_t m) {
   switch (m) {
-  case 1: nest_block_n(y, ldy, w, block, x, ldx, 1); break;
-  case 2: nest_block_n(y, ldy, w, block, x, ldx, 2); break;
-  case 3: nest_block_n(y, ldy, w, block, x, ldx, 3); break;
-  default: nest_block_n(y, ldy, w, block, x, ldx, 4); break;
+  case 1: direct_block_n(y, ldy, w, block, x, ldx, 1); break;
+  case 2: direct_block_n(y, ldy, w, block, x, ldx, 2); break;
+  case 3: direct_block_n(y, ldy, w, block, x, ldx, 3); break;
+  default: direct_block_n(y, ldy, w, block, x, ldx, 4); break;
   }
 }
 
@@ -276,8 +375,8 @@ static inline void set_matmul(float *y, size_t ldy, const Matrix *w, const float
     uint32_t n = m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS;
     for (size_t block = block0; block < block1; block++) {
       float *out = y + i * ldy + block * NEST_ROWS;
-      if (n <= MATMUL_DIRECT && w->codec == PYCASS_CODEC_NEST)
-        nest_block(out, ldy, w, block, x + i * ldx, ldx, n);
+      if (n <= MATMUL_DIRECT)
+        direct_block(out, ldy, w, block, x + i * ldx, ldx, n);
       else
         tiled_block(out, ldy, w, block, x + i * ldx, ldx, n);
     }

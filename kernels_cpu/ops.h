@@ -20,7 +20,8 @@ static inline float ops_sum_lanes(const float *lane) {
   return (s[0] + s[2]) + (s[1] + s[3]);
 }
 
-/* e^x to about 1 ulp: x = n ln 2 + r, |r| <= ln(2) / 2, a polynomial in r (coefficients: Taylor, degree 7). Below -87 it is 0; x <= 88. */
+/* e^x to about 1 ulp: x = n ln 2 + r, |r| <= ln(2) / 2, a polynomial in r (coefficients: Taylor, degree 7). Below -87
+ * it is 0; x <= 88. */
 static inline float ops_exp(float x) {
   float clamped = x < -87.0f ? -87.0f : x;
   float n = fmaf(clamped, 1.44269504088896341f, 12582912.0f) - 12582912.0f; /* rint, by the magic number 1.5 * 2^23 */
@@ -63,7 +64,7 @@ static void ops_rope(float *x, uint32_t n_head, uint32_t n, const float *cos_sin
   }
 }
 
-static void ops_swiglu(float *gate, const float *up, size_t n) {
+static inline void ops_swiglu(float *gate, const float *up, size_t n) {
   for (size_t i = 0; i < n; i++) {
     float x = gate[i] > 80.0f ? 80.0f : gate[i]; /* silu is x there; e^-x must stay finite */
     x = x < -80.0f ? -80.0f : x;
@@ -118,7 +119,7 @@ static inline void ops_softmax(float *s, uint32_t n) {
     s[i] *= inverse;
 }
 
-static void ops_attention(const AttentionArgs *a) {
+static inline void ops_attention(const AttentionArgs *a) {
   for (uint32_t p = 0; p < a->n_pos; p++)
     a->scores[p] = ops_dot_bf16(a->q, a->k + p * a->stride, a->head_dim) * a->scale;
   ops_softmax(a->scores, a->n_pos);
@@ -132,7 +133,7 @@ static void ops_attention(const AttentionArgs *a) {
   }
 }
 
-static float ops_max(const float *x, size_t n) {
+static inline float ops_max(const float *x, size_t n) {
   float lane[LANES];
   for (int l = 0; l < LANES; l++)
     lane[l] = -INFINITY;
@@ -147,7 +148,7 @@ static float ops_max(const float *x, size_t n) {
   return lane[0];
 }
 
-static float ops_sum_exp(const float *x, size_t n, float shift) {
+static inline float ops_sum_exp(const float *x, size_t n, float shift) {
   float lane[LANES] = {0};
   size_t i = 0;
   for (; i + LANES <= n; i += LANES)
@@ -169,7 +170,7 @@ static inline void ops_quantize_group(int8_t *q, float *scale, int32_t *sum, con
   int32_t total = 0;
   for (int k = 0; k < NEST_COLS; k++) {
     float r = (x[k] * inverse + 12582912.0f) - 12582912.0f;
-    int32_t v = (int32_t)r;
+    int32_t v = (int32_t)(r > -127.0f ? r : -127.0f); /* a NaN is -127, too */
     q[k] = (int8_t)v;
     total += v;
   }
@@ -177,7 +178,7 @@ static inline void ops_quantize_group(int8_t *q, float *scale, int32_t *sum, con
   *scale = top * (1.0f / 8890.0f);
 }
 
-static void ops_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+static inline void ops_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
   for (uint32_t i = 0; i < m; i++)
     for (uint32_t g = 0; g < n_group; g++) {
       size_t at = (size_t)i * n_group + g;
@@ -185,9 +186,11 @@ static void ops_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, u
     }
 }
 
+/* Those that every set takes from here, and those that a set may have its own code for (simd_ops.h). */
+#define OPS_COMMON                                                                                                     \
+  .rmsnorm = ops_rmsnorm, .rope = ops_rope, .add = ops_add, .add_bf16 = ops_add_bf16, .to_bf16 = ops_to_bf16
 #define OPS_TABLE                                                                                                      \
-  .quantize = ops_quantize, .rmsnorm = ops_rmsnorm, .rope = ops_rope, .swiglu = ops_swiglu, .add = ops_add,            \
-  .add_bf16 = ops_add_bf16, .to_bf16 = ops_to_bf16, .attention = ops_attention,             \
-  .max = ops_max, .sum_exp = ops_sum_exp
+  OPS_COMMON, .quantize = ops_quantize, .swiglu = ops_swiglu, .attention = ops_attention, .max = ops_max,              \
+              .sum_exp = ops_sum_exp
 
 #endif

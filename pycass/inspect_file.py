@@ -7,6 +7,7 @@ from importlib import metadata
 from . import pull
 from .errors import FormatError
 from .file import CassFile
+from .model import kernels
 
 FLAGS = {
     "tied_embedding": "the output matrix is the embedding",
@@ -95,16 +96,6 @@ def size(n):
 
 
 # ---- the build ----
-
-
-def kernels():
-    """(name, whether this machine can run it) of the kernel sets built in, best first."""
-    from ._pycass import ffi, lib
-
-    found, runs = [], ffi.new("int *")
-    while (name := lib.pycass_kernel_name(len(found), runs)) != ffi.NULL:
-        found.append((ffi.string(name).decode(), bool(runs[0])))
-    return found
 
 
 def build():

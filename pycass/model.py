@@ -80,6 +80,14 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
 
 
+def kernels() -> list[tuple[str, bool]]:
+    """(name, whether this machine can run it) of the kernel sets built in, best first."""
+    found, runs = [], ffi.new("int *")
+    while (name := lib.pycass_kernel_name(len(found), runs)) != ffi.NULL:
+        found.append((ffi.string(name).decode(), bool(runs[0])))
+    return found
+
+
 class Model:
     """A loaded model with one KV cache. Made by `Model.load`; a context manager.
 

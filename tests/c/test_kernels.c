@@ -64,15 +64,18 @@ static void test_decode(void) {
 
 /* Planes of any bytes: the same bits from every set, and no read outside the buffers (for address sanitizer). */
 static void test_damaged_planes(void) {
-  for (int i = 0; i < 60; i++) {
+  for (int i = 0; i < 96; i++) {
     Matrix w = matrix_shape(PYCASS_CODEC_NEST, 1 + random_below(40), 1 + random_below(300));
     size_t tiles = matrix_tiles(&w), offsets = 4 * (tiles + 1), records = random_below(3) ? random_below(900) : 0;
     size_t size = offsets + records + NEST_SIDE_SLACK;
     uint8_t *a = malloc(512 * tiles), *x = malloc(16 * tiles), *b = malloc(512 * tiles), *c = malloc(256 * tiles);
     uint8_t *side = malloc(NEST_MAX_ESCAPES + size); /* escapes may be taken from before the part */
     static const uint8_t fill[] = {0x00, 0x77, 0xff, 0x88, 0x70, 0x07, 0x10};
+    static const uint8_t near57[] = {0x7, 0x9, 0x1, 0x4}; /* nibbles whose O and T are about 57 bits together */
     for (size_t k = 0; k < 512 * tiles; k++) {
-      a[k] = i % 8 == 7 ? (uint8_t)random_u32() : i % 8 == 6 ? fill[random_below(7)] : fill[i % 8];
+      a[k] = i % 8 == 7 ? (uint8_t)random_u32() : i % 8 == 6 ? fill[random_below(7)] : fill[i % 8 % 7];
+      if (i % 8 == 5)
+        a[k] = (uint8_t)(near57[random_below(4)] | near57[random_below(4)] << 4);
       b[k] = (uint8_t)random_u32();
     }
     for (size_t k = 0; k < 256 * tiles; k++)
@@ -161,7 +164,8 @@ static void test_matmul(void) {
 /* ---- the rest --------------------------------------------------------------------------------------- */
 
 static float odd_float(void) {
-  static const float some[] = {0.0f, -0.0f, 1e-40f, -1e-40f, 1e38f, -1e38f, 88.0f, -88.0f, -120.0f, 1e-6f, INFINITY, NAN};
+  static const float some[] = {0.0f,  -0.0f,   1e-40f,  -1e-40f, 1e38f,    -1e38f,
+                               88.0f, -88.0f, -120.0f, 1e-6f,   INFINITY, NAN};
   return random_below(20) ? random_gauss() * 3.0f : some[random_below(sizeof some / sizeof *some)];
 }
 
@@ -171,7 +175,8 @@ static void fill(float *x, size_t n, bool odd) {
 }
 
 static void check_vectors(const Kernels *k, uint32_t n) {
-  float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y), *want = malloc(n * sizeof *x), *got = malloc(n * sizeof *x);
+  float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y);
+  float *want = malloc(n * sizeof *x), *got = malloc(n * sizeof *x);
   uint16_t *w = malloc(n * sizeof *w), *w2 = malloc(n * sizeof *w);
   fill(x, n, true), fill(y, n, false);
 #define SAME(what, fn, ...)                                                                                            \
@@ -188,6 +193,9 @@ static void check_vectors(const Kernels *k, uint32_t n) {
   SAME("rope", rope, 1, n / 2 * 2, y);
   scalar->to_bf16(w, x, n), k->to_bf16(w2, x, n);
   CHECK(memcmp(w, w2, n * sizeof *w) == 0, "%s, to_bf16, n = %u", k->name, n);
+  float top[2] = {scalar->max(x, n), k->max(x, n)}, top_y = scalar->max(y, n);
+  float sum[2] = {scalar->sum_exp(y, n, top_y), k->sum_exp(y, n, top_y)};
+  CHECK(same_floats(top, top + 1, 1) && same_floats(sum, sum + 1, 1), "%s, max or sum_exp, n = %u", k->name, n);
   free(x), free(y), free(want), free(got), free(w), free(w2);
 }
 
@@ -212,7 +220,8 @@ static void check_quantize(const Kernels *k, uint32_t m, uint32_t n_group, int k
   size_t ldx = n_group * NEST_COLS + 3, n = (size_t)m * n_group;
   float *x = calloc(m * ldx, sizeof *x);
   for (size_t i = 0; i < m * ldx; i++)
-    x[i] = kind == 0 ? random_gauss() : kind == 1 ? 0.0f : kind == 2 ? 1e-41f * random_gauss() : 1e30f * random_gauss();
+    x[i] = kind == 0 ? random_gauss() : kind == 1 ? 0.0f : kind == 2 ? 1e-41f * random_gauss() :
+           kind == 3 ? 1e30f * random_gauss() : odd_float();
   QuantActs want = quant_acts(m, n_group), got = quant_acts(m, n_group);
   scalar->quantize(&want, x, ldx, m, n_group);
   k->quantize(&got, x, ldx, m, n_group);
@@ -231,7 +240,7 @@ static void test_ops(const Kernels *k) {
   for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
     check_attention(k, 1 + random_below(70), dims[i]);
   check_attention(k, 1003, 128), check_attention(k, 4001, 64);
-  for (int kind = 0; kind < 4; kind++)
+  for (int kind = 0; kind < 5; kind++)
     check_quantize(k, 3, 1 + random_below(9), kind);
 }
 

@@ -8,7 +8,8 @@ arithmetic is float32, attention is eager. For each tiny model (tests/py/tiny_mo
 
   NAME/crc         checksum of the weights, so that a test sees when it does not write the same checkpoint
   NAME/logits      [6, n_vocab] at Spec.kept of ids(NAME): what transformers computes
-  NAME/logits_kv   [40, n_vocab] of all of ids(NAME), with keys and values rounded to BF16 as pycass keeps them
+  NAME/clean       [16] tokens: of 64 random sequences, that whose keys and values stay farthest from the places where
+                   rounding to BF16 jumps; NAME/logits_kv: [16, n_vocab] with keys and values rounded, as pycass does
   NAME/prompt      [12] tokens: of 32 random prompts, that with the clearest continuation
   NAME/greedy      [24] tokens that follow it, padding rows excluded; NAME/gap: how far ahead of the second each was
   NAME/cos, sin    [positions, head_dim / 2] of the rotary embedding
@@ -27,6 +28,18 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea, there lived an old clockmaker who",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+    "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n",
+    "1, 2, 4, 8, 16, 32, 64,",
+    "<|im_start|>system\nYou are a concise coding assistant.<|im_end|>\n<|im_start|>user\n"
+    "Write a Python function that reverses a string.<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n请用一句话介绍你自己 😊🚀, 日本語でもどうぞ。<|im_end|>\n<|im_start|>assistant\n",
+]  # of SmolLM2; two of them have choices that rounding of the cache could turn
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "py"))
 import tiny_models as tiny  # noqa: E402
@@ -35,10 +48,18 @@ POSITIONS = [0, 1, 2, 7, 63, 64, 511, 2047, 32768, 131071]
 
 
 class RoundingCache(DynamicCache):
-    """Keeps keys and values as BF16; attention sees the rounded ones, also of the token itself."""
+    """Keeps keys and values as BF16; attention sees the rounded ones, also of the token itself. `margin`: how close a
+    value has come to where rounding jumps, in parts of the largest value; jumps too small to matter do not count."""
+
+    margin = 1.0
 
     def update(self, key_states, value_states, *args, **kwargs):
         rounded = [x.to(torch.bfloat16).to(torch.float32) for x in (key_states, value_states)]
+        for x, r in zip((key_states, value_states), rounded):
+            step = torch.exp2(torch.floor(torch.log2(r.abs().clamp(min=1e-30))) - 7)
+            distance = step / 2 - (x - r).abs()
+            matters = step > 1e-4 * x.abs().max()
+            self.margin = min(self.margin, float((distance[matters] / x.abs().max()).min()))
         return super().update(*rounded, *args, **kwargs)
 
 
@@ -71,6 +92,17 @@ def clearest(name, model):
     return max(found, key=lambda f: min(f[2]))
 
 
+def cleanest(name, model):
+    """(tokens, logits with a rounded cache) for which another order of sums changes no rounded value."""
+    found = []
+    for i in range(64):
+        cache, ids = RoundingCache(), tiny.ids(name, 16, f"clean {i}")
+        found.append((ids, logits(model, ids, cache), cache.margin))
+    best = max(found, key=lambda f: f[2])
+    print(f"{name}: margin {best[2]:.1e}")
+    return best[:2]
+
+
 def rotary(model, head_dim):
     cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1), torch.tensor([POSITIONS]))
     return cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]
@@ -88,7 +120,7 @@ def tiny_goldens(name):
     head_dim = spec.config.get("head_dim") or spec.config["hidden_size"] // spec.config["num_attention_heads"]
     out = {"crc": np.uint32(crc_of(tiny.weights(name)))}
     out["logits"] = logits(model, ids, DynamicCache())[list(spec.kept)]
-    out["logits_kv"] = logits(model, ids, RoundingCache())
+    out["clean"], out["logits_kv"] = cleanest(name, model)
     out["prompt"], tokens, gaps = clearest(name, model)
     out["greedy"], out["gap"] = np.array(tokens, np.int32), np.array(gaps, np.float32)
     out["cos"], out["sin"] = rotary(model, head_dim)
@@ -102,7 +134,7 @@ def smollm2_goldens(folder, text):
     """Greedy continuations and perplexity of SmolLM2-135M-Instruct."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
     out = {"transformers": transformers.__version__, "torch": torch.__version__, "prompts": []}
-    for prompt in json.loads((HERE / "smollm2_prompts.json").read_text()):
+    for prompt in PROMPTS:
         ids = tokenizer(prompt, add_special_tokens=False).input_ids
         tokens, gaps = greedy(model, ids, 64, model.config.vocab_size)
         gaps = [round(g, 5) for g in gaps]
