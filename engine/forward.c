@@ -1,6 +1,7 @@
 /* The CPU backend. All threads run forward_thread; it reads from top to bottom like the model's formula, and each
  * barrier ends a phase whose results other threads need. Work is divided in a fixed way that no result depends on:
- * products by blocks of 16 rows, the rest by tokens, heads or groups of columns. */
+ * products by blocks of 16 rows, which go to whoever is free, the rest by tokens, heads or groups of
+ * columns. */
 #include "forward.h"
 
 #include <math.h>
@@ -87,24 +88,26 @@ static Input input(const Pass *p, const float *x, size_t ldx, uint32_t first) {
   return (Input){x + skip, ldx, {a->q + skip, a->scale + skip / NEST_COLS, a->sum + skip / NEST_COLS}, p->n - first};
 }
 
-/* Products of the same input, as one list of row blocks. */
-static void multiply(const Pass *p, const Product *list, int n, Input in, uint32_t thread, uint32_t n_threads) {
-  uint32_t total = 0, first = 0;
+/* Row blocks [from, to) of a product. */
+static void multiply_blocks(const Pass *p, const Product *product, const Input *in, uint32_t from, uint32_t to) {
+  const Kernels *kernels = p->model->kernels;
+  if (p->draft && product->w->codec == PYCASS_CODEC_NEST)
+    kernels->matmul_draft(product->y, product->ldy, product->w, &in->acts, in->m, from, to);
+  else
+    kernels->matmul(product->y, product->ldy, product->w, in->x, in->ldx, in->m, from, to);
+}
+
+/* Products of the same input: their row blocks are one list, shared out piece by piece. */
+static void multiply(const Pass *p, const Product *list, int n, Input in) {
+  uint32_t total = 0, from, to;
   for (int i = 0; i < n; i++)
     total += list[i].w->n_block;
-  Range r = share(total, thread, n_threads);
-  for (int i = 0; i < n; i++) {
-    const Matrix *w = list[i].w;
-    uint32_t from = r.from > first ? r.from - first : 0, to = r.to > first ? r.to - first : 0;
-    from = from < w->n_block ? from : w->n_block, to = to < w->n_block ? to : w->n_block;
-    first += w->n_block;
-    if (from >= to)
-      continue;
-    if (p->draft && w->codec == PYCASS_CODEC_NEST)
-      p->model->kernels->matmul_draft(list[i].y, list[i].ldy, w, &in.acts, in.m, from, to);
-    else
-      p->model->kernels->matmul(list[i].y, list[i].ldy, w, in.x, in.ldx, in.m, from, to);
-  }
+  while (pool_claim(p->pool, total, &from, &to))
+    for (int i = 0, first = 0; i < n; first += (int)list[i++].w->n_block) {
+      uint32_t low = (uint32_t)first, high = low + list[i].w->n_block;
+      if (from < high && to > low)
+        multiply_blocks(p, &list[i], &in, from > low ? from - low : 0, (to < high ? to : high) - low);
+    }
 }
 
 /* Columns of groups [from, to) of token i, as int8 for the draft; acts are laid out for n_group groups a token. */
@@ -214,7 +217,7 @@ static void forward_thread(void *arg, uint32_t thread, uint32_t n_threads) {
       add_norm(p, i, layer > 0, l->attn_norm);
     pool_barrier(p->pool);
     Product qkv[] = {{&l->q, s->q, s->ld_q}, {&l->k, s->k, s->ld_kv}, {&l->v, s->v, s->ld_kv}};
-    multiply(p, qkv, 3, input(p, s->h, s->ld_embd, 0), thread, n_threads);
+    multiply(p, qkv, 3, input(p, s->h, s->ld_embd, 0));
     pool_barrier(p->pool);
     for (uint32_t i = thread; i < p->n; i += n_threads)
       finish_qkv(p, i, l, layer);
@@ -227,19 +230,19 @@ static void forward_thread(void *arg, uint32_t thread, uint32_t n_threads) {
         quantize(p, i, s->att + (size_t)i * s->ld_q, s->ld_q / NEST_COLS, (Range){0, s->ld_q / NEST_COLS});
       pool_barrier(p->pool);
     }
-    multiply(p, &(Product){&l->o, s->h, s->ld_embd}, 1, input(p, s->att, s->ld_q, 0), thread, n_threads);
+    multiply(p, &(Product){&l->o, s->h, s->ld_embd}, 1, input(p, s->att, s->ld_q, 0));
     pool_barrier(p->pool);
 
     for (uint32_t i = thread; i < p->n; i += n_threads)
       add_norm(p, i, true, l->ffn_norm);
     pool_barrier(p->pool);
     Product mlp[] = {{&l->gate, s->gate, s->ld_ff}, {&l->up, s->up, s->ld_ff}};
-    multiply(p, mlp, 2, input(p, s->h, s->ld_embd, 0), thread, n_threads);
+    multiply(p, mlp, 2, input(p, s->h, s->ld_embd, 0));
     pool_barrier(p->pool);
     for (uint32_t i = 0; i < p->n; i++)
       activate(p, i, share(s->ld_ff / NEST_COLS, thread, n_threads));
     pool_barrier(p->pool);
-    multiply(p, &(Product){&l->down, s->h, s->ld_embd}, 1, input(p, s->gate, s->ld_ff, 0), thread, n_threads);
+    multiply(p, &(Product){&l->down, s->h, s->ld_embd}, 1, input(p, s->gate, s->ld_ff, 0));
     pool_barrier(p->pool);
   }
   if (!p->n_logits)
@@ -248,7 +251,7 @@ static void forward_thread(void *arg, uint32_t thread, uint32_t n_threads) {
   for (uint32_t i = first + thread; i < p->n; i += n_threads)
     add_norm(p, i, true, m->norm);
   pool_barrier(p->pool);
-  multiply(p, &(Product){&m->output, s->logits, s->ld_vocab}, 1, input(p, s->h, s->ld_embd, first), thread, n_threads);
+  multiply(p, &(Product){&m->output, s->logits, s->ld_vocab}, 1, input(p, s->h, s->ld_embd, first));
 }
 
 void forward(const Pass *pass) { pool_run(pass->pool, pass->n_threads, forward_thread, (void *)(uintptr_t)pass); }

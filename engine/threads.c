@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { MAX_THREADS = 256, SPINS = 4000, YIELDS = 2000 };
+enum { MAX_THREADS = 256, SPINS = 4000, YIELDS = 2000, PIECES = 8 };
 
 typedef struct Worker {
   Pool *pool;
@@ -22,6 +22,7 @@ struct Pool {
   atomic_uint run;       /* number of the current run; a change starts the workers */
   atomic_uint finished;  /* workers done with it */
   atomic_uint arrived, phase; /* the barrier */
+  atomic_uint claimed;        /* items shared out since it */
   atomic_bool stop;
   atomic_uint sleeping;
   pthread_mutex_t mutex;
@@ -43,11 +44,19 @@ void pool_barrier(Pool *p) {
   uint32_t phase = atomic_load_explicit(&p->phase, memory_order_relaxed);
   if (atomic_fetch_add_explicit(&p->arrived, 1, memory_order_acq_rel) + 1 == p->n_active) {
     atomic_store_explicit(&p->arrived, 0, memory_order_relaxed);
+    atomic_store_explicit(&p->claimed, 0, memory_order_relaxed);
     atomic_store_explicit(&p->phase, phase + 1, memory_order_release);
     return;
   }
   for (uint32_t i = 0; atomic_load_explicit(&p->phase, memory_order_acquire) == phase; i++)
     relax(i);
+}
+
+bool pool_claim(Pool *p, uint32_t n, uint32_t *from, uint32_t *to) {
+  uint32_t piece = n / (PIECES * p->n_active) + 1;
+  *from = atomic_fetch_add_explicit(&p->claimed, piece, memory_order_relaxed);
+  *to = *from + piece < n ? *from + piece : n;
+  return *from < n;
 }
 
 /* Returns when the run number is no longer seen. */
@@ -124,6 +133,7 @@ void pool_run(Pool *p, uint32_t n_threads, PoolFn *fn, void *arg) {
   p->n_active = n_threads < p->n_threads ? n_threads : p->n_threads;
   p->fn = fn, p->arg = arg;
   atomic_store_explicit(&p->finished, 0, memory_order_relaxed);
+  atomic_store_explicit(&p->claimed, 0, memory_order_relaxed);
   if (p->n_threads > 1)
     start_run(p);
   fn(arg, 0, p->n_active);

@@ -14,6 +14,9 @@ void pool_free(Pool *pool);
 void pool_run(Pool *pool, uint32_t n_threads, PoolFn *fn, void *arg);
 /* Waits for all threads of this run; only inside fn. */
 void pool_barrier(Pool *pool);
+/* Shares out n items within fn: the next *from .. *to - 1, or false when none are left. Counting restarts at a barrier,
+ * so there is one such loop between two of them. Who is slow, because something else runs on its CPU, gets less. */
+bool pool_claim(Pool *pool, uint32_t n, uint32_t *from, uint32_t *to);
 /* CPUs that this process may use, hyperthreads counted once. */
 uint32_t pool_physical_cores(void);
 

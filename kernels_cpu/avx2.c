@@ -321,7 +321,7 @@ enum { DRAFT_GROUPS = 512, DRAFT_TOKENS = 16, DRAFT_CHUNK = 4 };
 static void draft_gather(DraftGroup *out, const int8_t *q, size_t n) {
   const __m256i order = table16(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
   for (size_t i = 0; i < 2 * n; i++)
-    store(out[0].q + 32 * i, _mm256_shuffle_epi8(load(q + 32 * i), order));
+    store(out[i / 2].q + 32 * (i % 2), _mm256_shuffle_epi8(load(q + 32 * i), order));
 }
 
 /* sum += w . q by dwords: |w| as unsigned bytes times q with w's sign. 2 * 119 * 127 fits 16 bits. */

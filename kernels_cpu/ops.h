@@ -35,6 +35,7 @@ static inline float ops_exp(float x) {
   p = fmaf(p, r, 0.5f);
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
+  n = n > -127.0f ? n : -127.0f; /* only a NaN, whose conversion C leaves undefined; p is NaN then */
   float scaled = p * f32_from_bits((uint32_t)((int32_t)n + 127) << 23);
   return x < -87.0f ? 0.0f : scaled;
 }

@@ -58,7 +58,7 @@ def pad(data, n):
 
 
 def container(matrices):
-    """A whole .cass file of matrices {name: (shape, CRC, {part type: bytes})}; enough of a file for pycass_file_open."""
+    """A whole .cass file of matrices {name: (shape, CRC, {part type: bytes})}; enough for pycass_file_open."""
     sections = {1: b"", 2: b""}
     directory = struct.pack("<II", len(matrices), 0)
     for name, (shape, crc, parts) in matrices.items():
@@ -154,7 +154,9 @@ def random_bits(kind, seed, shape):
     if kind == "trained":
         return f32_to_bf16(rng.standard_normal(shape) * np.exp2(rng.integers(-12, 4, (shape[0], 1))))
     if kind == "tiny exponents":
-        return (rng.integers(0, 14, shape) << 7 | rng.integers(0, 128, shape) | rng.integers(0, 2, shape) << 15).astype(np.uint16)
+        return (rng.integers(0, 14, shape) << 7 | rng.integers(0, 128, shape) | rng.integers(0, 2, shape) << 15).astype(
+            np.uint16
+        )
     if kind == "few values":
         return rng.choice(rng.integers(0, 1 << 16, 3).astype(np.uint16), shape)
     if kind == "wide":
@@ -176,10 +178,14 @@ def test_round_trip(shape, kind, seed, tmp_path_factory):
 @EVERY
 @given(bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=140), rows=st.integers(1, 5))
 def test_round_trip_of_chosen_bits(bits, rows, tmp_path_factory):
-    check(np.array([bits[i % len(bits)] for i in range(rows * len(bits))], np.uint16).reshape(rows, -1), tmp_path_factory)
+    check(
+        np.array([bits[i % len(bits)] for i in range(rows * len(bits))], np.uint16).reshape(rows, -1), tmp_path_factory
+    )
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (15, 63), (16, 64), (17, 65), (1, 129), (33, 1), (16, 63), (15, 64), (31, 128)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (15, 63), (16, 64), (17, 65), (1, 129), (33, 1), (16, 63), (15, 64), (31, 128)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_around_a_tile(shape, kind, tmp_path_factory):
     check(random_bits(kind, 1, shape), tmp_path_factory)
@@ -199,7 +205,9 @@ def test_every_bf16_pattern(order, tmp_path_factory):
         assert np.array_equal(decode_in_c({"w": bits.reshape(shape)}, tmp_path_factory)["w"], bits.reshape(shape))
 
 
-@pytest.mark.parametrize("value", [0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x01FF, 0x0200, 0x3F80, 0x7F7F, 0xFF80, 0x7FC0, 0xFFFF])
+@pytest.mark.parametrize(
+    "value", [0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x01FF, 0x0200, 0x3F80, 0x7F7F, 0xFF80, 0x7FC0, 0xFFFF]
+)
 def test_constant_matrices(value, tmp_path_factory):
     check(np.full((18, 70), value, np.uint16), tmp_path_factory)
 
@@ -229,7 +237,9 @@ def test_several_matrices_of_one_file(tmp_path_factory):
 def test_encoding_is_a_function_of_the_weights(shape, kind, seed):
     bits = random_bits(kind, seed, shape)
     assert encode(bits) == encode(bits.copy())
-    assert encode(bits) != encode(bits ^ (np.arange(bits.size, dtype=np.uint64) == seed % bits.size).reshape(shape).astype(np.uint16))
+    assert encode(bits) != encode(
+        bits ^ (np.arange(bits.size, dtype=np.uint64) == seed % bits.size).reshape(shape).astype(np.uint16)
+    )
 
 
 # ---- sizes ----
@@ -246,7 +256,9 @@ def test_bounds(rows, cols):
     assert s.side_bound >= 4 * (tiles + 1) + tiles * (5 * 1024 // 8) + 1024 and s.side_bound % 64 == 0
 
 
-@pytest.mark.parametrize("rows,cols", [(0, 1), (1, 0), (2**28 + 1, 1), (1, 2**28 + 1), (2**64 - 1, 2**64 - 1), (2**63, 2)])
+@pytest.mark.parametrize(
+    "rows,cols", [(0, 1), (1, 0), (2**28 + 1, 1), (1, 2**28 + 1), (2**64 - 1, 2**64 - 1), (2**63, 2)]
+)
 def test_sizes_out_of_range(rows, cols):
     assert bound(rows, cols)[0] == lib.PYCASS_ERR_INVALID_ARGUMENT
     word = ffi.new("uint16_t[64]")

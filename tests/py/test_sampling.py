@@ -91,13 +91,18 @@ def test_first_token(temperature, filters, model):
     assert_follows(count(tokens), distribution(logits, temperature, **filters))
 
 
-def joint(model, length, temperature, **filters):
+SAME = {20: 100.0, 70: 100.0, 120: 100.0}  # always the same three: their noise must differ from place to place
+
+
+def joint(model, length, temperature, logit_bias=(), **filters):
     """{tokens: probability} of all continuations of that length."""
     out = {(): 1.0}
     for _ in range(length):
         longer = {}
         for tokens, p in out.items():
-            logits = model.logits([*PROMPT, *tokens])[-1, : model.config.n_token]
+            logits = model.logits([*PROMPT, *tokens])[-1, : model.config.n_token].copy()
+            for t in logit_bias:
+                logits[t] += np.float32(logit_bias[t])
             longer |= {(*tokens, t): p * q for t, q in distribution(logits, temperature, **filters).items()}
         out = longer
     return out
@@ -106,15 +111,19 @@ def joint(model, length, temperature, **filters):
 @pytest.mark.parametrize("spec", ["off", "on"])
 @pytest.mark.parametrize(
     "length,options",
-    [(3, {"top_k": 4, "temperature": 1.5}), (4, {"top_k": 5, "top_p": 0.8, "temperature": 2.0})],
-    ids=["top_k", "top_p"],
+    [
+        (3, {"top_k": 4, "temperature": 1.5}),
+        (4, {"top_k": 5, "top_p": 0.8, "temperature": 2.0}),
+        (4, {"logit_bias": SAME, "top_k": 3, "temperature": 3.0}),
+    ],
+    ids=["top_k", "top_p", "same tokens"],
 )
 def test_continuations(length, options, spec, model):
     """Several tokens at once: each follows its distribution given those before it, under speculation too."""
     expected = joint(model, length, **options)
     assert len(expected) > 40
     found, accepted, drafted = {}, 0, 0
-    for seed in range(2500):
+    for seed in range(3000):
         c = model.generate(
             PROMPT, length, seed=seed, spec=spec, draft_max=length - 1, draft_fixed=True, ignore_eos=True, **options
         )
@@ -127,8 +136,10 @@ def test_continuations(length, options, spec, model):
 def test_positions_are_independent(model):
     """One seed, many positions: what is left of the noise after the model must look like fresh draws. Each token's
     place in the cumulative distribution at its position is uniform, and unrelated to the place before it."""
-    ids = model.generate(PROMPT, 240, temperature=1.3, seed=11, ignore_eos=True, spec="on").token_ids
-    rows = model.logits(PROMPT + ids)[len(PROMPT) - 1 : -1, : model.config.n_token].astype(np.float64) / 1.3
+    options = {"temperature": 3.0, "logit_bias": SAME, "spec": "on"}
+    ids = model.generate(PROMPT, 240, seed=11, **options).token_ids
+    rows = model.logits(PROMPT + ids)[len(PROMPT) - 1 : -1, list(SAME)].astype(np.float64) / 3.0
+    ids = [list(SAME).index(i) for i in ids]
     p = np.exp(rows - rows.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     n = np.arange(len(ids))

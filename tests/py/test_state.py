@@ -155,7 +155,9 @@ def test_states_of_other_models(tiny_model, tmp_path):
         "qwen2": tiny_model("qwen2"),
         "raw": tiny_model("qwen2", "raw"),
         "rope": tiny_model("qwen2", rope_scaling={"rope_type": "linear", "factor": 2.0}),
-        "yarn": tiny_model("llama_yarn", rope_scaling=tiny.SPECS["llama_yarn"].config["rope_scaling"] | {"factor": 3.0}),
+        "yarn": tiny_model(
+            "llama_yarn", rope_scaling=tiny.SPECS["llama_yarn"].config["rope_scaling"] | {"factor": 3.0}
+        ),
     }
     for name, model in models.items():
         model.generate(PROMPT, 5)
@@ -212,4 +214,3 @@ def test_a_failed_save_leaves_the_old_file(function, model, state, monkeypatch):
     assert state.read_bytes() == before and [p.name for p in state.parent.iterdir()] == ["state"]
     model.save_state(state)
     assert len(state.read_bytes()) > len(before)
-

@@ -114,7 +114,15 @@ def _values(name, tensor, shape, config):
         return x * 3.2 / np.sqrt(shape[1])
     if tensor == "model.embed_tokens.weight":
         return x
-    gain = {"q_proj": 1.2, "k_proj": 1.2, "v_proj": 1.0, "o_proj": 1.0, "gate_proj": 1.2, "up_proj": 1.0, "down_proj": 1.0}
+    gain = {
+        "q_proj": 1.2,
+        "k_proj": 1.2,
+        "v_proj": 1.0,
+        "o_proj": 1.0,
+        "gate_proj": 1.2,
+        "up_proj": 1.0,
+        "down_proj": 1.0,
+    }
     return x * gain[tensor.split(".")[-2]] / np.sqrt(shape[1])
 
 
