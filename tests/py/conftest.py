@@ -67,3 +67,11 @@ def smollm2_cass():
     from pycass.pull import pull
 
     return pull("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(tmp_path_factory):
+    """The GGUF file that `pull` makes it from."""
+    from pycass import pull
+
+    return pull.fetch("smollm2-135m", tmp_path_factory.mktemp("gguf"))

@@ -1,45 +1,33 @@
-"""Whole models, where they are at hand: set PYCASS_TEST_MODELS to a folder with the GGUF files (default
-~/.cache/pycass-test-models). The golden ids are those of the models' original tokenizers, the checksums those of
-the weights that transformers writes when it loads the same GGUF file and saves it as BF16."""
+"""SmolLM2-135M's GGUF file. The golden ids are those of the model's original tokenizer, the checksums those of the
+weights that transformers writes when it loads the same file and saves it as BF16."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 from cass_reader import Reader
 from tokenizers import Tokenizer
 
 from pycass.convert import convert, open_source, verify_against
 from pycass.convert.writer import crc32c
 
-FOLDER = Path(os.environ.get("PYCASS_TEST_MODELS") or Path.home() / ".cache" / "pycass-test-models")
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "convert_models.json").read_text())
+GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "smollm2_convert.json").read_text())
 
 
-def gguf(name):
-    path = FOLDER / GOLDEN[name]["gguf"]
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    return path
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_ids_and_weights_are_the_original_ones(name):
-    with open_source(gguf(name)) as s:
+def test_ids_and_weights_are_the_original_ones(smollm2_gguf):
+    with open_source(smollm2_gguf) as s:
         t = Tokenizer.from_str(s.json["tokenizer"])
-        for text, ids in GOLDEN[name]["ids"]:
+        for text, ids in GOLDEN["ids"]:
             assert t.encode(text, add_special_tokens=False).ids == ids, repr(text)
-        for tensor, crc in GOLDEN[name]["bf16_crc32c"].items():
+        for tensor, crc in GOLDEN["bf16_crc32c"].items():
             ref, got = s.tensors[tensor], 0
             for chunk in ref.chunks():
                 got = crc32c(ref.read(*chunk)[0], got)
             assert got == crc, tensor
 
 
-def test_smollm2_from_end_to_end(tmp_path):
-    path = gguf("smollm2-135m")
+def test_smollm2_from_end_to_end(tmp_path, smollm2_gguf):
+    path = smollm2_gguf
     report = convert(path, tmp_path / "m.cass")
     assert report.quantized and report.tied and report.speculation_bits < 4.13 and report.bits < 11.25
     assert verify_against(tmp_path / "m.cass", path) == []

@@ -325,16 +325,28 @@ def test_a_common_prefix_is_reused_and_changes_nothing(spec, tiny_model):
         assert seen(fresh.generate(prompt, 25, **options)) == seen(c)
 
 
-def test_reuse_after_a_stop_in_the_middle_of_a_step(model, letters):
-    """Drafted tokens beyond the stop are not in the cache's history."""
-    options = {"logit_bias": letters, "temperature": 1.0, "seed": 2, "spec": "on", "draft_fixed": True}
-    text = model.generate(PROMPT, 60, **options).text
-    c = model.generate(PROMPT, 60, stop=text[17:20], **options)
-    more = tiny.ids(NAME, 5, "more")
-    again = model.generate(PROMPT + c.token_ids + more, 20, logprobs=True, **options)
-    assert again.usage.reused_tokens >= len(PROMPT + c.token_ids) - 1
-    model.reset()
-    assert seen(model.generate(PROMPT + c.token_ids + more, 20, logprobs=True, **options)) == seen(again)
+@pytest.mark.parametrize("spec", ["off", "on"])
+def test_continuing_from_any_place(spec, model):
+    """Back to any length of what was generated, and on: the cache and the last logits are those of that place."""
+    options = {"spec": spec, "ignore_eos": True, "logprobs": True, "temperature": 0.8, "seed": 3, "draft_fixed": True}
+    whole = model.generate(PROMPT, 40, **options)
+    for n in [*range(30), *range(29, -1, -1)]:
+        c = model.generate(PROMPT + whole.token_ids[:n], 10, **options)
+        assert c.token_ids == whole.token_ids[n : n + 10] and c.logprobs == whole.logprobs[n : n + 10]
+
+
+@pytest.mark.parametrize("spec", ["off", "on"])
+def test_continuing_after_a_stop_in_the_middle_of_a_step(spec, model, letters):
+    """Drafted tokens beyond the stop are neither in the cache nor are their logits used."""
+    options = {"logit_bias": letters, "temperature": 1.0, "seed": 2, "spec": spec, "draft_fixed": True, "logprobs": True}
+    whole = model.generate(PROMPT, 60, **options)
+    for at in range(2, 40):
+        c = model.generate(PROMPT, 60, stop=whole.text[at : at + 3], **options)
+        n = len(c.token_ids)
+        assert c.token_ids == whole.token_ids[:n] and n < 60
+        again = model.generate(PROMPT + c.token_ids, 8, **options)
+        assert again.usage.reused_tokens >= len(PROMPT) + n - 1
+        assert again.token_ids == whole.token_ids[n : n + 8] and again.logprobs == whole.logprobs[n : n + 8]
 
 
 def test_logits_leave_a_right_cache(model):

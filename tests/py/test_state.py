@@ -49,6 +49,9 @@ def test_a_continued_state_is_the_uninterrupted_run(name, spec, tiny_model, tmp_
     assert half.logprobs + rest.logprobs == whole.logprobs
     second.reset()
     assert seen(second.generate(prompt + half.token_ids, 30, spec=spec, **OPTIONS)) == seen(rest)
+    second.load_state(tmp_path / "state")  # and from its own last token
+    same = second.generate(second.tokens, 31, spec=spec, **OPTIONS)
+    assert same.token_ids == whole.token_ids[19:] and same.logprobs == whole.logprobs[19:]
 
 
 def test_a_state_saves_itself_again(model, tiny_model, state, tmp_path):

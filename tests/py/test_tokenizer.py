@@ -7,7 +7,8 @@ from fake_model import byte_level, sentencepiece_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycass.errors import DownloadError, FormatError, InvalidArgument, PycassError, TemplateError
+from pycass.errors import FormatError, InvalidArgument, PycassError, TemplateError
+from pycass.file import CassFile
 from pycass.tokenizer import StopMatcher, StreamDecoder, Tokenizer
 
 BYTES = Tokenizer(byte_level())
@@ -352,15 +353,8 @@ def test_wrong_stops(stops):
 
 
 @pytest.fixture(scope="module")
-def smollm():
-    from pycass import pull
-    from pycass.file import CassFile
-
-    try:
-        path = pull.resolve(pull.DEFAULT)
-    except DownloadError as e:
-        pytest.skip(str(e))
-    with CassFile(path) as f:
+def smollm(smollm2_cass):
+    with CassFile(smollm2_cass) as f:
         return Tokenizer(f.json)
 
 
