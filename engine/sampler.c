@@ -161,8 +161,8 @@ static const Candidate *survivors(Sampler *s, const float *logits, size_t *n_out
     pop(heap, &n);
     total += exp((double)(heap[n].logit - top));
   }
-  if (!o->top_k)
-    total = (double)s->kernels->sum_exp(logits, s->n_token, top);
+  for (size_t i = 0; !o->top_k && i < all; i++)
+    total += exp((double)(heap[i].logit - top));
   for (; kept < k; kept++) {
     if (all - n == kept)
       pop(heap, &n);

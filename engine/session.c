@@ -190,6 +190,8 @@ pycass_status pycass_session_eval(pycass_session *s, const int32_t *ids, size_t 
 
 pycass_status pycass_session_eval_draft(pycass_session *s, const int32_t *ids, size_t n, float *logits) {
   size_t n_vocab = s->model->config.n_vocab;
+  if (!logits)
+    return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "no room for the draft's logits");
   RETURN_IF(append(s, ids, n));
   size_t first = s->n_tokens - n;
   advance(s, s->n_tokens, NULL);

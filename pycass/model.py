@@ -91,8 +91,8 @@ def kernels() -> list[tuple[str, bool]]:
 class Model:
     """A loaded model with one KV cache. Made by `Model.load`; a context manager.
 
-    One generation at a time: calls from several threads wait for each other, and a stream that was abandoned midway
-    ends when the next call begins.
+    One generation at a time: calls from several threads wait for each other. A stream ends when another call begins:
+    going on with it afterwards is an error.
     """
 
     def __init__(self, model, session, path: str):
@@ -161,10 +161,11 @@ class Model:
         stop=None (a string or several), ignore_eos=False, spec="auto" ("on", "off"), draft_max=8,
         draft_fixed=False (always draft_max tokens), logprobs=False.
         """
-        stream = self.stream(prompt, max_tokens, **options)
-        for _ in stream:
-            pass
-        return stream.completion
+        with self._lock:  # other threads wait until it is done
+            stream = self.stream(prompt, max_tokens, **options)
+            for _ in stream:
+                pass
+            return stream.completion
 
     def stream(self, prompt, max_tokens: int | None = 256, **options) -> "Stream":
         """As generate, but an iterator of `Delta`s; after the last one its `.completion` is the Completion."""
@@ -439,19 +440,21 @@ def _options(
     if spec not in _SPEC_MODES:
         raise InvalidArgument(f"spec = {spec!r}; it must be one of {', '.join(_SPEC_MODES)}")
     seed = random.getrandbits(64) if seed is None else _index(seed)
-    bias = {_index(i): float(b) for i, b in (logit_bias or {}).items()}
+    if not isinstance(logit_bias or {}, dict):
+        raise InvalidArgument("logit_bias must be a dictionary: {token id: bias}")
+    bias = {_index(i): _float(b, "a logit bias") for i, b in (logit_bias or {}).items()}
     ids, values = _int32s(bias), ffi.new("float[]", list(bias.values()))
     sampling = ffi.new(
         "pycass_sampling *",
         {
-            "temperature": float(temperature),
+            "temperature": _float(temperature, "temperature"),
             "top_k": _int32(top_k, "top_k"),
-            "top_p": float(top_p),
-            "min_p": float(min_p),
-            "repeat_penalty": float(repeat_penalty),
+            "top_p": _float(top_p, "top_p"),
+            "min_p": _float(min_p, "min_p"),
+            "repeat_penalty": _float(repeat_penalty, "repeat_penalty"),
             "repeat_last_n": _int32(repeat_last_n, "repeat_last_n"),
-            "presence_penalty": float(presence_penalty),
-            "frequency_penalty": float(frequency_penalty),
+            "presence_penalty": _float(presence_penalty, "presence_penalty"),
+            "frequency_penalty": _float(frequency_penalty, "frequency_penalty"),
             "seed": seed & (2**64 - 1),
             "bias_ids": ids,
             "bias": values,
@@ -471,6 +474,13 @@ def _index(value) -> int:
         return operator.index(value)
     except TypeError:
         raise InvalidArgument(f"{value!r} is not an integer") from None
+
+
+def _float(value, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgument(f"{name} = {value!r} is not a number") from None
 
 
 def _int32(value, name: str) -> int:

@@ -297,10 +297,10 @@ class StopMatcher:
     the stop that is complete first wins."""
 
     def __init__(self, stops):
-        stops = [stops] if isinstance(stops, str) else list(stops or [])
-        if not all(isinstance(s, str) and s for s in stops):
+        stops = [stops] if isinstance(stops, str) else stops or []
+        if not isinstance(stops, (list, tuple, set)) or not all(isinstance(s, str) and s for s in stops):
             raise InvalidArgument("a stop string must be a non-empty string")
-        self._stops = stops
+        self._stops = list(stops)
         self._held = ""
         self.hit = None  # the stop string that was found
 

@@ -338,7 +338,8 @@ def test_continuing_from_any_place(spec, model):
 @pytest.mark.parametrize("spec", ["off", "on"])
 def test_continuing_after_a_stop_in_the_middle_of_a_step(spec, model, letters):
     """Drafted tokens beyond the stop are neither in the cache nor are their logits used."""
-    options = {"logit_bias": letters, "temperature": 1.0, "seed": 2, "spec": spec, "draft_fixed": True, "logprobs": True}
+    options = {"logit_bias": letters, "temperature": 1.0, "seed": 2, "spec": spec, "draft_fixed": True}
+    options["logprobs"] = True
     whole = model.generate(PROMPT, 60, **options)
     for at in range(2, 40):
         c = model.generate(PROMPT, 60, stop=whole.text[at : at + 3], **options)
