@@ -126,9 +126,7 @@ def tiny_goldens(name):
     out["cos"], out["sin"] = rotary(model, head_dim)
     if name in tiny.LONG:
         out["long"] = logits(model, tiny.ids(name, tiny.N_LONG, "long"), RoundingCache())[-1]
-    print(
-        f"{name}: logits sd {float(out['logits'].std()):.2f}, gap {min(gaps):.3f}, {len(set(tokens))} tokens"
-    )
+    print(f"{name}: logits sd {float(out['logits'].std()):.2f}, gap {min(gaps):.3f}, {len(set(tokens))} tokens")
     return {f"{name}/{key}": np.asarray(value) for key, value in out.items()}
 
 

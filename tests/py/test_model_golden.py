@@ -169,8 +169,8 @@ def test_first_position_of_draft_and_target(name, tiny_cass, tiny_model):
         draft = Weights(f, draft_weights)
         for token in tokens:
             target, expected = model.logits([token])[0], first_position(exact, f.config, token)
-            assert np.abs(target - expected).max() < 0.05
+            assert np.abs(target - expected).max() < 0.1  # seen: 0.036, from values rounded to BF16
             drafted, expected_draft = model.draft_logits([token])[0], first_position(draft, f.config, token)
             size = np.linalg.norm(expected_draft)
-            assert np.linalg.norm(drafted - expected_draft) < 0.05 * size  # seen: at most 0.02
-            assert np.linalg.norm(target - expected_draft) > 0.05 * size  # and it is not the target
+            assert np.linalg.norm(drafted - expected_draft) < 0.05 * size  # seen: at most 0.028; the target is 0.2 away
+            assert np.linalg.norm(target - expected_draft) > 0.1 * size
