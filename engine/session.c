@@ -258,26 +258,25 @@ static int32_t choose(pycass_session *s, const float *logits, pycass_token *out)
   return id;
 }
 
-/* Appends up to most draft tokens behind the pending one; returns how many. Only the cache rows of positions that
- * verification writes again are touched. */
-static uint32_t draft(pycass_session *s, uint32_t most) {
-  double reach = 1;
-  uint32_t n = 0;
-  while (n < most && policy_continues(&s->policy, n, reach)) {
+/* Appends up to most draft tokens behind the pending one. Only the cache rows of positions that verification writes
+ * again are touched. */
+static Draft draft(pycass_session *s, uint32_t most) {
+  Draft d = {0};
+  while (d.n < most && policy_continues(&s->policy, &d)) {
     double t0 = now_ms();
     run(s, true, s->n_tokens - 1, 1, 1, s->n_threads);
     const float *logits = logits_row(s, 0);
     int32_t id = sampler_pick(&s->sampler, logits, s->tokens, s->n_tokens);
     if (!s->policy.options.draft_fixed)
-      reach *= exp((double)sampler_logprob(&s->sampler, logits, id));
+      d.confidence[d.n] = expf(sampler_logprob(&s->sampler, logits, id));
     s->tokens[s->n_tokens++] = id;
-    n++;
+    d.n++;
     double ms = now_ms() - t0;
     policy_saw_draft(&s->policy, ms);
     s->stats.draft_ms += ms;
     s->stats.bytes_read += s->model->draft_bytes + kv_bytes(&s->kv, s->n_tokens - 1);
   }
-  return n;
+  return d;
 }
 
 /* One target pass over the pending token and n_draft drafted ones. Emits the target's own choices: the accepted draft
@@ -309,11 +308,12 @@ static size_t verify(pycass_session *s, uint32_t n_draft, pycass_token *out) {
 
 static void step(pycass_session *s, pycass_token *out, size_t capacity, size_t *n_out) {
   double t0 = now_ms(), verify0 = s->stats.verify_ms;
-  uint32_t most = (uint32_t)min_size(min_size(capacity - 1, s->n_ctx - s->n_tokens), SPEC_MAX_DRAFT), n_draft = 0;
+  uint32_t most = (uint32_t)min_size(min_size(capacity - 1, s->n_ctx - s->n_tokens), SPEC_MAX_DRAFT);
+  Draft d = {0};
   if (most && s->model->has_draft && policy_drafts(&s->policy))
-    n_draft = draft(s, most);
-  *n_out = verify(s, n_draft, out);
-  policy_saw_step(&s->policy, n_draft + 1, (uint32_t)*n_out - 1, s->stats.verify_ms - verify0, now_ms() - t0);
+    d = draft(s, most);
+  *n_out = verify(s, d.n, out);
+  policy_saw_step(&s->policy, &d, (uint32_t)*n_out - 1, s->stats.verify_ms - verify0, now_ms() - t0);
 }
 
 pycass_status pycass_session_next(pycass_session *s, pycass_token *out, size_t capacity, size_t *n_out) {

@@ -1,5 +1,6 @@
 /* What the avx512 and amx sets share: the decoder, the products and some float operations for AVX-512 F, BW, DQ, VL,
- * VBMI and VNNI. Each of the two compiles its own copy, since their flags differ. Same bits as kernels_cpu/scalar.c. */
+ * VBMI, VBMI2 and VNNI. Each of the two compiles its own copy, since their flags differ. Same bits as
+ * kernels_cpu/scalar.c. */
 #ifndef CASS_AVX512_COMMON_H
 #define CASS_AVX512_COMMON_H
 
@@ -84,14 +85,20 @@ typedef struct Constants {
   __m512i cell7[2], cell01[2];          /* of the low and high nibbles */
   __m512i odd[2];
   __m512i c_bits, low6, bit6, bit7, low_byte;
+  __m512i reverse;                      /* 63 .. 0 */
 } Constants;
+
+static const uint8_t reversed[64] = {63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48,
+                                     47, 46, 45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32,
+                                     31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16,
+                                     15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
 
 ALWAYS_INLINE Constants constants(void) {
   /* vpermb looks at six bits of an index: the table is repeated, so the other nibble's bits may stay */
   __m512i delta = _mm512_broadcast_i32x4(_mm_setr_epi8(-4, -3, -2, -2, -1, -1, 0, 1, -4, -3, -2, -2, -1, -1, 0, 1));
   Constants k = {constant(delta), constant8(1), constant8(2), constant8(4), {constant8(0x07), constant8(0x70)},
                  {constant8(0x06), constant8(0x60)}, {constant8(0x01), constant8(0x10)}, constant8(3), constant8(0x3f),
-                 constant8(0x40), constant8(0x80), constant(_mm512_set1_epi16(0xff))};
+                 constant8(0x40), constant8(0x80), constant(_mm512_set1_epi16(0xff)), _mm512_loadu_si512(reversed)};
   return k;
 }
 
@@ -110,13 +117,11 @@ ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, const Matrix *w, size_t t) 
   d->group = _mm512_shuffle_epi8(rows, spread);
 }
 
-/* Puts escape bytes, the first one just before *escape, into the exponents of the weights with s = 7. */
-static __attribute__((noinline, cold)) __m512i patch_escapes(__m512i e, uint64_t mask, const uint8_t *escape) {
-  uint8_t bytes[64];
-  _mm512_storeu_si512(bytes, e);
-  for (; mask; mask &= mask - 1)
-    bytes[__builtin_ctzll(mask)] = *--escape;
-  return _mm512_loadu_si512(bytes);
+/* Puts escape bytes, the first one just before *escape and the others backwards from it, into the exponents of the
+ * weights with s = 7. It reads the 64 bytes before escape: no more than NEST_MAX_ESCAPES in a tile. */
+ALWAYS_INLINE __m512i patch_escapes(__m512i e, uint64_t mask, const uint8_t *escape, const Constants *k) {
+  __m512i bytes = _mm512_permutexvar_epi8(k->reverse, _mm512_loadu_si512(escape - 64));
+  return _mm512_mask_expand_epi8(e, mask, bytes);
 }
 
 /* Half line h of a line. *even gets columns (h, h + 4) of the line's eight, *odd (h + 2, h + 6): two words of the
@@ -136,7 +141,7 @@ ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Constants *k, const in
   e = _mm512_mask_sub_epi8(e, f.minus2, e, k->two);
   e = _mm512_mask_sub_epi8(e, f.minus4, e, k->four);
   if (UNLIKELY(f.escapes != 0)) {
-    e = patch_escapes(e, f.escapes, d->side.escape);
+    e = patch_escapes(e, f.escapes, d->side.escape, k);
     d->side.escape -= __builtin_popcountll(f.escapes);
   }
   /* mantissa: bits 5..2, 1..0, 6 */

@@ -51,8 +51,8 @@ static bool runs_avx2(void) {
 
 static bool runs_avx512(void) {
   Features f = features();
-  /* f, dq, bw, vl; vbmi, vnni */
-  return runs_avx2() && has(f.b7, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) && has(f.c7, 1u << 1 | 1u << 11) &&
+  /* f, dq, bw, vl; vbmi, vbmi2, vnni */
+  return runs_avx2() && has(f.b7, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) && has(f.c7, 1u << 1 | 1u << 6 | 1u << 11) &&
          (f.state & XCR0_AVX512) == XCR0_AVX512;
 }
 

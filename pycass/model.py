@@ -4,7 +4,6 @@ import math
 import operator
 import os
 import random
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -538,17 +537,17 @@ def _set_rope(options, path: str, scaling: dict):
 
 def write_whole(path: str, data) -> None:
     """Writes a file that appears whole or not at all."""
-    folder = os.path.dirname(path) or "."
     try:
-        fd, partial = tempfile.mkstemp(dir=folder, prefix=os.path.basename(path) + ".", suffix=".partial")
+        partial = f"{path}.{os.getpid()}-{random.getrandbits(32):08x}.partial"
         try:
-            with os.fdopen(fd, "wb") as f:
+            with open(partial, "xb") as f:
                 f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
             os.replace(partial, path)
         except BaseException:
-            os.unlink(partial)
+            if os.path.exists(partial):
+                os.unlink(partial)
             raise
     except OSError as error:
         raise IOFailure(f"cannot write {path}: {error.strerror or error}") from error
