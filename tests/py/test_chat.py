@@ -224,6 +224,7 @@ class Terminal:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.environ["TERM"] = "xterm"
+            os.chdir(os.path.dirname(__file__))
             os.execv(sys.executable, [sys.executable, "-c", script])
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.seen = ""

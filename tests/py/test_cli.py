@@ -241,7 +241,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 def child(*args, **kw):
     script = SCRIPT.format(here=os.path.dirname(__file__))
-    return subprocess.Popen([sys.executable, "-c", script, *args], stderr=subprocess.PIPE, **kw)
+    return subprocess.Popen([sys.executable, "-c", script, *args], stderr=subprocess.PIPE, cwd=os.path.dirname(__file__), **kw)
 
 
 def test_a_closed_pipe_is_quiet():

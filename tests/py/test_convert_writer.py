@@ -169,7 +169,9 @@ def test_a_killed_conversion_leaves_no_whole_file_and_is_cleaned_up(folder, tmp_
         "convert(sys.argv[1], sys.argv[2], progress=p)\n"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder), str(tmp_path / "m.cass")], stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(folder), str(tmp_path / "m.cass")],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
     )
     assert child.stdout.readline() == b"x\n"
     running = partials(tmp_path)
