@@ -9,6 +9,8 @@
  * against their checksums by pycass_file_verify only; decoding damaged weights gives wrong numbers, never
  * an access outside of the file.
  *
+ * A file is mapped: it must not be shortened or rewritten in place while it is open (replacing it by rename is fine).
+ *
  * Threads: a pycass_file and a pycass_model may be shared between threads; a pycass_session may be used by
  * one thread at a time.
  */

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { MAX_THREADS = 256, SPINS = 4000, YIELDS = 2000, PIECES = 8 };
+enum { MAX_THREADS = 256, SPINS = 200, YIELDS = 2000, PIECES = 8 };
 
 typedef struct Worker {
   Pool *pool;
@@ -17,6 +17,7 @@ typedef struct Worker {
 
 struct Pool {
   uint32_t n_threads, n_active;
+  pid_t pid; /* of the process that has the workers: a fork's child has none */
   PoolFn *fn;
   void *arg;
   atomic_uint run;       /* number of the current run; a change starts the workers */
@@ -102,7 +103,7 @@ pycass_status pool_new(uint32_t n_threads, Pool **out) {
   Pool *p = calloc(1, sizeof *p);
   if (!p)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for threads");
-  p->n_threads = 1;
+  p->n_threads = 1, p->pid = getpid();
   pthread_mutex_init(&p->mutex, NULL);
   pthread_cond_init(&p->wake, NULL);
   for (uint32_t i = 1; i < n_threads; i++) {
@@ -120,24 +121,27 @@ pycass_status pool_new(uint32_t n_threads, Pool **out) {
 void pool_free(Pool *p) {
   if (!p)
     return;
-  atomic_store(&p->stop, true);
-  start_run(p);
-  for (uint32_t i = 1; i < p->n_threads; i++)
-    pthread_join(p->worker[i].thread, NULL);
-  pthread_mutex_destroy(&p->mutex);
-  pthread_cond_destroy(&p->wake);
+  if (p->pid == getpid()) {
+    atomic_store(&p->stop, true);
+    start_run(p);
+    for (uint32_t i = 1; i < p->n_threads; i++)
+      pthread_join(p->worker[i].thread, NULL);
+    pthread_mutex_destroy(&p->mutex);
+    pthread_cond_destroy(&p->wake);
+  }
   free(p);
 }
 
 void pool_run(Pool *p, uint32_t n_threads, PoolFn *fn, void *arg) {
-  p->n_active = n_threads < p->n_threads ? n_threads : p->n_threads;
+  bool alone = p->n_threads == 1 || p->pid != getpid();
+  p->n_active = alone ? 1 : n_threads < p->n_threads ? n_threads : p->n_threads;
   p->fn = fn, p->arg = arg;
   atomic_store_explicit(&p->finished, 0, memory_order_relaxed);
   atomic_store_explicit(&p->claimed, 0, memory_order_relaxed);
-  if (p->n_threads > 1)
+  if (!alone)
     start_run(p);
   fn(arg, 0, p->n_active);
-  for (uint32_t i = 0; atomic_load_explicit(&p->finished, memory_order_acquire) != p->n_threads - 1; i++)
+  for (uint32_t i = 0; !alone && atomic_load_explicit(&p->finished, memory_order_acquire) != p->n_threads - 1; i++)
     relax(i);
 }
 

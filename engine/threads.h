@@ -10,7 +10,8 @@ typedef void PoolFn(void *arg, uint32_t thread, uint32_t n_threads);
 
 pycass_status pool_new(uint32_t n_threads, Pool **out);
 void pool_free(Pool *pool);
-/* Runs fn on threads 0 .. n_threads - 1 (at most the pool's); the caller is thread 0. */
+/* Runs fn on threads 0 .. n_threads - 1 (at most the pool's); the caller is thread 0. After a
+ * fork the child has no workers: there fn runs on the caller alone. */
 void pool_run(Pool *pool, uint32_t n_threads, PoolFn *fn, void *arg);
 /* Waits for all threads of this run; only inside fn. */
 void pool_barrier(Pool *pool);

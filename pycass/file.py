@@ -104,7 +104,9 @@ class CassFile:
     """An open `.cass` file. A context manager; use by several threads is safe until `close`."""
 
     def __init__(self, path):
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
+        if "\0" in self.path:
+            raise InvalidArgument(f"{self.path!r} is not a path")
         out = ffi.new("pycass_file **")
         check(lib.pycass_file_open(os.fsencode(self.path), out), self.path)
         self._file = ffi.gc(out[0], lib.pycass_file_close)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pycass._pycass import ffi, lib
-from pycass.errors import InvalidArgument, IOFailure, PycassError, check
+from pycass.errors import ContextFull, InvalidArgument, IOFailure, KernelUnavailable, PycassError, check
 from pycass.file import config_of, json_of
 from pycass.tokenizer import StopMatcher, Tokenizer
 
@@ -125,10 +125,12 @@ class Model:
         prompts. kernel: "scalar", "avx2", "avx512" or "amx"; None: $PYCASS_KERNEL, else the best.
         rope_scaling: replaces the file's, in transformers' terms: {"rope_type": "yarn", "factor": 4.0, ...}.
         """
-        path = os.fspath(path)
-        keep = []
+        path, keep = _path(path), []
         options = ffi.new("pycass_model_options *")
         if kernel is not None:
+            names = [name for name, _ in kernels()]
+            if kernel not in names:
+                raise KernelUnavailable(f"no kernel set {kernel!r}; there are: {', '.join(names)}")
             keep.append(ffi.new("char[]", kernel.encode()))
             options.kernel = keep[-1]
         options.no_mmap, options.mlock = not mmap, mlock
@@ -168,7 +170,7 @@ class Model:
 
     def stream(self, prompt, max_tokens: int | None = 256, **options) -> "Stream":
         """As generate, but an iterator of `Delta`s; after the last one its `.completion` is the Completion."""
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else [_index(i) for i in prompt]
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
         return Stream(self, ids, max_tokens, **options)
 
     def chat(self, messages: Sequence[dict], max_tokens: int | None = 1024, **options) -> Completion:
@@ -190,7 +192,9 @@ class Model:
         return self._eval(lib.pycass_session_eval_draft, ids)
 
     def _eval(self, function, ids) -> np.ndarray:
-        ids = [_index(i) for i in ids]
+        ids = _ids(ids)
+        if len(ids) > self.n_ctx:
+            raise ContextFull(f"{len(ids)} tokens do not fit: the context holds {self.n_ctx}")
         out = np.empty((len(ids), self.config.n_vocab), dtype=np.float32)
         with self._use() as session:
             check(lib.pycass_session_trim(session, 0))
@@ -201,7 +205,7 @@ class Model:
 
     def save_state(self, path) -> None:
         """Saves the evaluated tokens and their cache; the file appears whole or not at all."""
-        path = os.fspath(path)
+        path = _path(path)
         with self._use() as session:
             size = lib.pycass_session_state_size(session)
             data = np.empty(size, dtype=np.uint8)
@@ -210,7 +214,7 @@ class Model:
 
     def load_state(self, path) -> None:
         """Restores what save_state wrote; a prompt that begins with its tokens then reuses them."""
-        path = os.fspath(path)
+        path = _path(path)
         try:
             with open(path, "rb") as f:
                 data = np.frombuffer(f.read(), dtype=np.uint8)
@@ -436,9 +440,11 @@ def _options(
     draft_fixed=False,
 ):
     """The C structures of a generation's options, and what must live as long as they do."""
-    if spec not in _SPEC_MODES:
+    if not isinstance(spec, str) or spec not in _SPEC_MODES:
         raise InvalidArgument(f"spec = {spec!r}; it must be one of {', '.join(_SPEC_MODES)}")
     seed = random.getrandbits(64) if seed is None else _index(seed)
+    if not 0 <= seed < 2**64:
+        raise InvalidArgument(f"seed = {seed}; it must be in 0..2^64 - 1")
     if not isinstance(logit_bias or {}, dict):
         raise InvalidArgument("logit_bias must be a dictionary: {token id: bias}")
     bias = {_index(i): _float(b, "a logit bias") for i, b in (logit_bias or {}).items()}
@@ -454,7 +460,7 @@ def _options(
             "repeat_last_n": _int32(repeat_last_n, "repeat_last_n"),
             "presence_penalty": _float(presence_penalty, "presence_penalty"),
             "frequency_penalty": _float(frequency_penalty, "frequency_penalty"),
-            "seed": seed & (2**64 - 1),
+            "seed": seed,
             "bias_ids": ids,
             "bias": values,
             "n_bias": len(bias),
@@ -473,6 +479,21 @@ def _index(value) -> int:
         return operator.index(value)
     except TypeError:
         raise InvalidArgument(f"{value!r} is not an integer") from None
+
+
+def _ids(values) -> list[int]:
+    """Token ids: any sequence of integers."""
+    if isinstance(values, (bytes, bytearray, str)) or not hasattr(values, "__iter__"):
+        raise InvalidArgument(f"a text or a list of token ids is needed, not {type(values).__name__}")
+    return [_index(i) for i in values]
+
+
+def _path(path) -> str:
+    """A path as text; the C library would cut it at a NUL."""
+    path = os.fsdecode(path)
+    if "\0" in path:
+        raise InvalidArgument(f"{path!r} is not a path")
+    return path
 
 
 def _float(value, name: str) -> float:
@@ -524,6 +545,8 @@ def _set_rope(options, path: str, scaling: dict):
     from pycass.convert.rope import resolve
     from pycass.file import CassFile
 
+    if not isinstance(scaling, dict):
+        raise InvalidArgument('rope_scaling must be a dictionary such as {"rope_type": "yarn", "factor": 4.0}')
     with CassFile(path) as f:
         c, stored = f.config, f.json.get("rope") or {}
     if "rope_theta" not in scaling and "rope_theta" not in stored:
@@ -536,7 +559,10 @@ def _set_rope(options, path: str, scaling: dict):
 
 
 def write_whole(path: str, data) -> None:
-    """Writes a file that appears whole or not at all."""
+    """Writes a file that appears whole or not at all. A link is followed; what is not a regular file stays."""
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise IOFailure(f"cannot write {path}: it is not a regular file")
     try:
         partial = f"{path}.{os.getpid()}-{random.getrandbits(32):08x}.partial"
         try:

@@ -3,6 +3,8 @@
 import gc
 import json
 import math
+import os
+import signal
 import threading
 import time
 
@@ -12,7 +14,7 @@ import tiny_models as tiny
 from checkpoints import write_hf
 from running import KERNELS, seen
 
-from pycass import Completion, Model, PycassError
+from pycass import CassFile, Completion, Model, PycassError
 from pycass.convert import convert
 from pycass.errors import ContextFull, FormatError, InvalidArgument, IOFailure, KernelUnavailable, TemplateError
 
@@ -575,3 +577,50 @@ def test_rope_scaling_can_be_given_when_loading(tmp_path, tiny_model):
 def test_the_file_keeps_its_provenance(tiny_model):
     model = tiny_model(NAME)
     assert model.json["provenance"]["source_format"] and json.loads(model.json["tokenizer"])["model"]["type"] == "BPE"
+
+
+# ---- fork, and arguments of the wrong kind ----
+
+
+def test_a_forked_child_goes_on(tiny_model):
+    """The child has no worker threads; one order means that it needs none for the same bits."""
+    model = tiny_model("llama_tied", threads=2)
+    expected = model.generate([1, 2, 3], max_tokens=8).token_ids
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(60)
+            os.write(write, repr(model.generate([1, 2, 3], max_tokens=8).token_ids).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as f:
+        assert f.read() == repr(expected)
+    os.waitpid(pid, 0)
+    assert model.generate([1, 2, 3], max_tokens=8).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.generate(None),
+        lambda m: m.generate(b"hi"),
+        lambda m: m.generate([1], spec=[]),
+        lambda m: m.generate([1], seed=-1),
+        lambda m: m.generate([1], seed=2**64),
+        lambda m: m.logits(None),
+        lambda m: m.logits([1] * 2_000_000),
+        lambda m: m.save_state("a\0b"),
+        lambda m: m.load_state("a\0b"),
+        lambda m: Model.load(m.path, kernel=5),
+        lambda m: Model.load(m.path, kernel="sca\0lar"),
+        lambda m: Model.load(m.path, kernel="\ud800"),
+        lambda m: Model.load(m.path, rope_scaling="x"),
+        lambda m: Model.load(m.path + "\0"),
+        lambda m: CassFile(m.path + "\0"),
+    ],
+)
+def test_wrong_kinds_of_arguments_are_errors_in_words(tiny_model, call):
+    with pytest.raises(PycassError):
+        call(tiny_model("llama_tied"))

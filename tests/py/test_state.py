@@ -217,3 +217,23 @@ def test_a_failed_save_leaves_the_old_file(function, model, state, monkeypatch):
     assert state.read_bytes() == before and [p.name for p in state.parent.iterdir()] == ["state"]
     model.save_state(state)
     assert len(state.read_bytes()) > len(before)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_only_regular_files_are_replaced(tiny_model, tmp_path, kind):
+    model, path = tiny_model("llama_tied"), tmp_path / "x"
+    model.logits([1, 2, 3])
+    os.mkfifo(path) if kind == "fifo" else path.mkdir()
+    before = os.stat(path).st_mode
+    with pytest.raises(PycassError, match="not a regular file"):
+        model.save_state(path)
+    assert os.stat(path).st_mode == before and [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_link_is_followed(tiny_model, tmp_path):
+    model = tiny_model("llama_tied")
+    model.logits([1, 2, 3])
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    model.save_state(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").is_file()
+    model.load_state(tmp_path / "target")
