@@ -4,7 +4,7 @@ import random
 import sys
 from dataclasses import dataclass, field
 
-from .errors import ContextFull, PycassError
+from .errors import ContextFull, InvalidArgument, PycassError
 
 HELP = """\
 /regen         answer the last message again, with another seed
@@ -205,9 +205,9 @@ class Conversation:
     def finish(self, messages, text, completion):
         """Keeps the exchange; a reply that was stopped has no completion."""
         self.messages = messages + [{"role": "assistant", "content": text}]
-        self.replies += 1
         if completion is not None:
             self.last = completion
+            self.replies += 1
             self.tokens += completion.usage.completion_tokens
             self.decode_ms += completion.timings.decode_ms
 
@@ -353,8 +353,9 @@ class Chat:
         c, u = self.c, self.c.last.usage
         rate = 1000 * c.tokens / c.decode_ms if c.decode_ms else 0
         self._notes(f"last reply: {summary(c.last, _stats(c.model))}")
-        self._notes(f"session: {c.replies} replies, {c.tokens} tokens, {rate:.1f} t/s")
-        self._notes(f"context: {u.prompt_tokens + u.completion_tokens} of {c.model.n_ctx} tokens, "
+        self._notes(f"session: {c.replies} complete replies, {c.tokens} tokens, {rate:.1f} t/s")
+        used = min(u.prompt_tokens + u.completion_tokens, c.model.n_ctx)
+        self._notes(f"context: {used} of {c.model.n_ctx} tokens, "
                     f"KV cache {u.kv_bytes / 2**20:.1f} MiB")  # fmt: skip
 
 
@@ -401,7 +402,10 @@ def plain_reader(stream):
     """read_line for a pipe or a file."""
 
     def read_line(continuing):
-        line = stream.readline()
+        try:
+            line = stream.readline()
+        except UnicodeDecodeError as e:
+            raise InvalidArgument(f"stdin: not UTF-8 text ({e.reason})") from None
         if not line:
             raise EOFError
         return line.rstrip("\r\n")

@@ -1,18 +1,24 @@
 """The command line. Answers go to stdout, everything else to stderr; exit codes: 0 done, 1 failed, 2 wrong usage,
-130 interrupted."""
+130 interrupted, 143 terminated."""
 
-import contextlib
-import json
-import os
 import sys
-from pathlib import Path
 
-import click
+try:
+    import contextlib
+    import io
+    import json
+    import os
+    import signal
+    from pathlib import Path
 
-from . import options, pull
-from .console import Console, finish_stdout
-from .errors import InvalidArgument, PycassError
-from .options import option
+    import click
+
+    from . import options, pull
+    from .console import Console, complain, finish_stdout, open_streams
+    from .errors import InvalidArgument, PycassError
+    from .options import option
+except KeyboardInterrupt:  # Ctrl-C before main() could catch it
+    sys.exit(130)
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 EPILOG = (
@@ -23,7 +29,18 @@ EPILOG = (
 )
 
 
-@click.group(context_settings=SETTINGS, epilog=EPILOG)
+class App(click.Group):
+    """click takes an EOFError for the user's wish to leave; here it is a fault."""
+
+    def invoke(self, ctx):
+        """click's."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as e:
+            raise RuntimeError(f"EOFError: {e}") from e
+
+
+@click.group(cls=App, context_settings=SETTINGS, epilog=EPILOG)
 @click.version_option(package_name="pycass", prog_name="pycass", message="%(prog)s %(version)s")
 def app():
     """Lossless self-speculative inference of language models."""
@@ -34,11 +51,20 @@ def app():
 
 def the_model(given, opt, default=None):
     """MODEL from the argument, -m, or the default."""
+    if given and options.is_preset("model_opt"):
+        opt = None
     if given and opt and given != opt:
         raise click.UsageError(f"two models: {given} and {opt}")
     if not (given or opt or default):
         raise click.UsageError("which model? Give MODEL or --model")
     return given or opt or default
+
+
+def console_of(o):
+    """The command's Console; its log file is closed when the command ends."""
+    console = Console(o["verbose"], o["log_file"])
+    click.get_current_context().call_on_close(console.close)
+    return console
 
 
 def load_model(name, o, console):
@@ -60,6 +86,9 @@ def load_model(name, o, console):
     )
     if o.get("no_warmup"):
         console.note("--no-warmup has no effect: there is no warm-up")
+    trained = model.config.n_ctx_train
+    if model.n_ctx > trained and not scaling:
+        console.note(f"the context of {model.n_ctx} tokens is longer than the model was made for ({trained})")
     console.detail(f"{path}: kernel {model.kernel}, {model.threads} threads, context {model.n_ctx}")
     return model
 
@@ -104,6 +133,7 @@ def rope_scaling(o, path):
 
 def set_template(tokenizer, o):
     """Applies --chat-template and --chat-template-file."""
+    options.prefer_explicit(o, "chat_template", "chat_template_file")
     if o["chat_template"] and o["chat_template_file"]:
         raise click.UsageError("--chat-template and --chat-template-file exclude each other")
     if o["chat_template_file"]:
@@ -128,13 +158,14 @@ def read_text(path):
 
 def the_prompt(o):
     """The prompt from -p, -f or stdin; the line end at the end of a file or pipe is not part of it."""
+    options.prefer_explicit(o, "prompt", "file")
     if o["prompt"] is not None and o["file"] is not None:
         raise click.UsageError("--prompt and --file exclude each other")
     if o["prompt"] is not None:
         return _one_end_less(read_text("-")) if o["prompt"] == "-" else o["prompt"]
     if o["file"] is not None:
         return _one_end_less(read_text(o["file"]))
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         raise click.UsageError("no prompt: give -p TEXT or -f FILE, or pipe it in")
     return _one_end_less(read_text("-"))
 
@@ -170,7 +201,7 @@ def run(model, **o):
 
     name = the_model(model, o["model_opt"])
     prompt = the_prompt(o)
-    console = Console(o["verbose"], o["log_file"])
+    console = console_of(o)
     with load_model(name, o, console) as m:
         set_template(m.tokenizer, o)
         return oneshot.run(m, prompt, o, template_variables(o), console)
@@ -196,7 +227,7 @@ def chat(model, **o):
 
     name = the_model(model, o["model_opt"], pull.DEFAULT)
     first = the_prompt(o) if o["prompt"] is not None or o["file"] is not None else None
-    console = Console(o["verbose"], o["log_file"])
+    console = console_of(o)
     with load_model(name, o, console) as m:
         set_template(m.tokenizer, o)
         if not m.tokenizer.chat_template:
@@ -227,7 +258,7 @@ def convert(src, out, codec, **o):
     from . import inspect_file
     from .convert import convert as do
 
-    console = Console(o["verbose"], o["log_file"])
+    console = console_of(o)
     with console.progress("converting") as progress:
         report = do(src, out, codec=codec, progress=progress)
     console.note(inspect_file.report_text(report, out))
@@ -238,7 +269,7 @@ def convert(src, out, codec, **o):
 @options.log
 def pull_command(name, **o):
     """Download a known model, or hf:ORG/NAME, and convert it into the cache. Prints the file's path."""
-    console = Console(o["verbose"], o["log_file"])
+    console = console_of(o)
     with console.progress("converting") as progress:
         click.echo(pull.pull(name, progress, console.note))
 
@@ -256,7 +287,7 @@ def info(file, as_json, tensors, **o):
         found = inspect_file.build()
         click.echo(json.dumps(found) if as_json else inspect_file.build_text(found))
         return
-    found = inspect_file.describe(resolve(file, Console(o["verbose"], o["log_file"])), tensors)
+    found = inspect_file.describe(resolve(file, console_of(o)), tensors)
     click.echo(json.dumps(found, ensure_ascii=False) if as_json else inspect_file.describe_text(found))
 
 
@@ -268,8 +299,10 @@ def verify(file, against, **o):
     """Check a .cass file: checksums, then every tensor decoded against its recorded hash, or against SRC."""
     from . import inspect_file
 
-    Console(o["verbose"], o["log_file"]).detail(f"verifying {file}")
-    click.echo(inspect_file.verify(file, against))
+    console = console_of(o)
+    console.detail(f"verifying {file}")
+    path = resolve(file, console) if file in pull.NAMES else file
+    click.echo(inspect_file.verify(path, against))
 
 
 @app.command("verify-spec")
@@ -277,8 +310,9 @@ def verify(file, against, **o):
 @option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", envvar=None, help="A prompt; may be repeated.")
 @option("--lengths", default="1,8,16", show_default=True, metavar="LIST", help="Draft lengths to try.")
 @option("-n", "--predict", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Tokens.")
-@option("--temp", type=float, default=0.0, show_default=True, metavar="X", help="0: greedy; else with --seed.")
-@option("-s", "--seed", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Of sampling.")
+@option("--temp", type=options.Finite(0, 1e6), default=0.0, show_default=True, metavar="X",
+        help="0: greedy; else with --seed.")
+@option("-s", "--seed", type=click.IntRange(0, 2**64 - 1), default=1, show_default=True, metavar="N", help="Of sampling.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @options.model
 @options.log
@@ -288,9 +322,12 @@ def verify_spec(model, prompts, lengths, **o):
 
     name = the_model(model, o["model_opt"])
     drafts = number_list(lengths, "--lengths", 1, 16)
-    console = Console(o["verbose"], o["log_file"])
+    console = console_of(o)
     with load_model(name, o, console) as m:
         return oneshot.verify_spec(m, prompts, drafts, o)
+
+
+MOST_NUMBERS = 1000  # in a list; each is a measurement
 
 
 def number_list(text, name, low, high):
@@ -299,11 +336,18 @@ def number_list(text, name, low, high):
     try:
         for part in text.split(","):
             first, dash, last = part.partition("-")
-            out += range(int(first), int(last if dash else first) + 1)
+            first = int(first)
+            last = int(last) if dash else first
+            if not low <= first <= high or not low <= last <= high:
+                raise click.BadParameter(f"numbers from {low} to {high}", param_hint=name)
+            if first > last:
+                raise ValueError
+            if len(out) + last - first >= MOST_NUMBERS:
+                raise click.BadParameter(f"more than {MOST_NUMBERS} numbers", param_hint=name)
+            out += range(first, last + 1)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not a list such as 1,2,8-16", param_hint=name) from None
-    if not out or min(out) < low or max(out) > high:
-        raise click.BadParameter(f"numbers from {low} to {high}", param_hint=name)
+        shown = text if len(text) <= 40 else text[:40] + "..."
+        raise click.BadParameter(f"{shown!r} is not a list such as 1,2,8-16", param_hint=name) from None
     return out
 
 
@@ -336,7 +380,7 @@ def bench(model, **o):
     plan = b.Plan(
         prompts=[n for n in number_list(o["n_prompt"], "--n-prompt", 0, 1 << 20) if n],
         gens=[n for n in number_list(o["n_gen"], "--n-gen", 0, 1 << 20) if n],
-        threads=number_list(o["threads"], "--threads", 0, 4096),
+        threads=number_list(o["threads"], "--threads", 0, options.MOST_THREADS),
         specs=o["specs"].split(","),
         repetitions=o["repetitions"],
         draft_max=o["draft_max"],
@@ -345,7 +389,7 @@ def bench(model, **o):
     )
     if not set(plan.specs) <= {"off", "on", "auto"}:
         raise click.BadParameter(f"{o['specs']!r} is not a list of off, on, auto", param_hint="--spec")
-    console = Console(o["verbose"], o["log_file"])
+    console = console_of(o)
     b.run(resolve(name, console), name, plan, o["output"], sys.stdout, console)
 
 
@@ -363,9 +407,11 @@ def perplexity(model, file, draft, as_json, **o):
     A text over the context is cut into windows of --ctx-size tokens."""
     from . import perplexity as p
 
+    if o["ctx_size"] == 1:
+        raise click.BadParameter(p.TOO_SHORT, param_hint="--ctx-size")
     name = the_model(model, o["model_opt"])
     text = read_text(file)
-    console = Console(o["verbose"], o["log_file"])
+    console = console_of(o)
     with load_model(name, o, console) as m:
         found = p.perplexity(m, text, draft, console)
     click.echo(json.dumps(found) if as_json else p.as_text(found))
@@ -376,26 +422,69 @@ def perplexity(model, file, draft, as_json, **o):
 
 def main(argv=None):
     """The `pycass` program; returns the exit code."""
+    try:
+        with _sigterm_exits():
+            return _main(argv)
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 1
+
+
+def _main(argv):
+    stdout_closed = open_streams()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
+        if stdout_closed:
+            raise PycassError("stdout is closed, and the answer goes there; >/dev/null drops it")
         code = app.main(args=argv, prog_name="pycass", standalone_mode=False)
         finish_stdout()
         return code if isinstance(code, int) else 0
     except click.ClickException as e:
-        e.show()
+        text = io.StringIO()
+        e.show(text)
+        complain(text.getvalue().rstrip())
         return 2 if isinstance(e, click.UsageError) else 1
-    except (click.Abort, KeyboardInterrupt):
+    except click.Abort:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush is quiet too
         return 1
-    except (PycassError, OSError, MemoryError) as e:
+    except Exception as e:
         if os.environ.get("PYCASS_TRACEBACK"):
             raise
-        print(f"pycass: error: {words(e)}", file=sys.stderr)
+        known = isinstance(e, (PycassError, OSError, MemoryError))
+        complain(f"pycass: error: {words(e)}" if known else internal(e))
         return 1
+
+
+@contextlib.contextmanager
+def _sigterm_exits():
+    """While it lasts, SIGTERM ends the program as Ctrl-C does: partial files are removed. Further ones are ignored:
+    `timeout` sends two."""
+
+    def end(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end) if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else None
+    except ValueError:  # only the main thread may
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def internal(e):
+    """One line on an exception that nobody expected."""
+    text = " ".join(str(e).split())
+    what = type(e).__name__ + (f": {text}" if text else "")
+    return f"pycass: internal error: {what} (PYCASS_TRACEBACK=1 shows where)"
 
 
 def words(e):
@@ -405,7 +494,3 @@ def words(e):
     if isinstance(e, OSError) and not isinstance(e, PycassError) and e.strerror:
         return f"{e.filename}: {e.strerror}" if e.filename else e.strerror
     return str(e) or type(e).__name__
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,7 @@
 """Messages to stderr: notes, details for --verbose, progress bars on a terminal only."""
 
 import contextlib
+import os
 import sys
 
 
@@ -9,18 +10,24 @@ class Console:
 
     def __init__(self, verbose=False, log_file=None):
         self.verbose = verbose
-        self._file = open(log_file, "a", encoding="utf-8") if log_file else None
+        self._file = open(log_file, "a", encoding="utf-8", errors="replace") if log_file else None
 
     def note(self, text):
         """A message for the user."""
-        print(text, file=sys.stderr, flush=True)
+        complain(text)
         self._log(text)
 
     def detail(self, text):
         """A message for --verbose, and always for the log file."""
         if self.verbose:
-            print(text, file=sys.stderr, flush=True)
+            complain(text)
         self._log(text)
+
+    def close(self):
+        """Closes the log file."""
+        if self._file:
+            self._file.close()
+            self._file = None
 
     def _log(self, text):
         if self._file:
@@ -30,7 +37,7 @@ class Console:
     @contextlib.contextmanager
     def progress(self, what):
         """A callback(done, total) that draws a bar; None where stderr is no terminal."""
-        if not sys.stderr.isatty():
+        if sys.stderr is None or not sys.stderr.isatty():
             yield None
             return
         from rich.console import Console as Rich
@@ -41,6 +48,28 @@ class Console:
         with Progress(*columns, console=Rich(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=None, visible=False)
             yield lambda done, total, *rest: bar.update(task, completed=done, total=total, visible=True)
+
+
+def complain(text):
+    """A line to stderr. One that cannot be written is no reason to fail: the answer goes elsewhere."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        sys.stderr = open(os.devnull, "w")  # what is held back cannot fail again at the exit
+
+
+def open_streams():
+    """Gives standard streams that were closed by the caller to /dev/null, so that no file of ours gets their numbers.
+    Whether stdout was one of them."""
+    stdout_closed = sys.stdout is None
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(null, null == fd)
+            setattr(sys, name, open(null, "w" if fd else "r", encoding="utf-8", closefd=False))
+    return stdout_closed
 
 
 def finish_stdout():

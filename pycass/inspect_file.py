@@ -123,6 +123,8 @@ def build_text(b):
 
 def verify(path, against=None):
     """Checks every section and every tensor; a sentence when all is well, else FormatError."""
+    pull.refuse_special(path)
+    pull.refuse_special(against or path)
     with CassFile(path) as f:
         f.verify()
         n = len(f.tensors)

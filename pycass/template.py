@@ -54,15 +54,23 @@ BUILTIN = {
 
 def template_source(name_or_text):
     """The template that a user named: a built-in name, a file, or Jinja text itself."""
+    if not isinstance(name_or_text, str):
+        raise InvalidArgument(f"a chat template is a string, not a {type(name_or_text).__name__}")
     if name_or_text in BUILTIN:
         return BUILTIN[name_or_text]
     if "{%" in name_or_text or "{{" in name_or_text:
         return name_or_text
-    path = Path(name_or_text).expanduser()
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    try:
+        path = Path(name_or_text).expanduser()
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{name_or_text}: the chat template is not UTF-8 text") from None
+    except (OSError, ValueError, RuntimeError) as e:  # RuntimeError: no home folder
+        why = getattr(e, "strerror", None) or e
+        raise InvalidArgument(f"chat template {name_or_text!r:.200}: {why}") from None
     raise InvalidArgument(
-        f"no chat template {name_or_text!r}: give a built-in name ({', '.join(BUILTIN)}), a file, or Jinja text"
+        f"no chat template {name_or_text!r:.200}: give a built-in name ({', '.join(BUILTIN)}), a file, or Jinja text"
     )
 
 
@@ -88,25 +96,51 @@ def _strftime_now(format):
     return datetime.datetime.now().strftime(format)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Refuses the two operators with which a few characters fill the memory or take a day."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context, operator, left, right):
+        """What left operator right is, when that is of a reasonable size."""
+        numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+        if operator == "**" and numbers and isinstance(left, int) and right > 10_000:
+            raise jinja2.TemplateError("the result of ** is too large")
+        if operator == "*" and not numbers:
+            count = right if isinstance(right, int) else left
+            things = left if isinstance(right, int) else right
+            if isinstance(count, int) and hasattr(things, "__len__") and count * len(things) > 10_000_000:
+                raise jinja2.TemplateError("the result of * is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 @lru_cache(maxsize=16)
 def _compile(source):
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
     return env.from_string(source)
 
 
-def render(source, **variables):
+def render(source, variables):
     """Renders a chat template. Whatever goes wrong in it is a TemplateError in words."""
     try:
         template = _compile(source)
     except jinja2.TemplateSyntaxError as e:
         raise TemplateError(f"the chat template does not parse (line {e.lineno}): {e.message}") from None
+    except jinja2.TemplateError as e:
+        raise TemplateError(f"the chat template does not parse: {e.message or type(e).__name__}") from None
+    except (RecursionError, MemoryError):
+        raise TemplateError("the chat template does not parse: it is nested too deeply or too large") from None
+    except Exception as e:  # Python's own limits: 20 nested loops, the digits of a number, ...
+        raise TemplateError(f"the chat template does not compile: {type(e).__name__}: {e}") from None
     try:
-        return template.render(**variables)
+        return template.render(variables)
     except RecursionError:
         raise TemplateError("the chat template recurses without end") from None
+    except MemoryError:
+        raise TemplateError("there is no memory for what the chat template makes of this conversation") from None
     except jinja2.TemplateError as e:
         raise TemplateError(f"the chat template refuses this conversation: {e.message or type(e).__name__}") from None
     except Exception as e:  # a template is data: a TypeError in it is not a bug of ours

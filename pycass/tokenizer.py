@@ -6,9 +6,12 @@ gives the same text as decoding them at once.
 
 import codecs
 import json
+import numbers
+import operator
 import re
 import secrets
 import threading
+from collections import Counter
 from functools import lru_cache
 
 import tokenizers
@@ -26,12 +29,27 @@ class Tokenizer:
     """The tokenizer in a .cass file's JSON object (docs/format.md, "JSON"). Safe to share between threads."""
 
     def __init__(self, json_blob):
+        try:
+            self._read(json_blob)
+        except FormatError:
+            raise
+        except BaseException as e:  # the tokenizers library takes some contradictions for its own bugs
+            if isinstance(e, Exception) or type(e).__name__ == "PanicException":
+                raise FormatError(f"the file's tokenizer cannot be used: {type(e).__name__}: {e}") from None
+            raise
+
+    def _read(self, json_blob):
+        if not isinstance(json_blob, dict):
+            raise FormatError("the file's JSON is not an object")
         self._text = _tokenizer_text(json_blob)
         self._plain = None  # the same tokenizer, blind to control tokens; made when first needed
         self._lock = threading.Lock()
         self._anchor = f"\ufdd0{secrets.token_hex(8)}\ufdd0"  # no text can know it
         self._tok = _parse(self._text)
-        self._config = json_blob.get("tokenizer_config") or {}
+        self._config = json_blob.get("tokenizer_config")
+        self._config = {} if self._config is None else self._config
+        if not isinstance(self._config, dict):
+            raise FormatError("tokenizer_config in the file's JSON is not an object")
         self._read_added_tokens()
         self._read_ids(json_blob)
         self._model_template = _default_template(json_blob.get("chat_template"))
@@ -46,12 +64,24 @@ class Tokenizer:
         names = sorted((t.content for t in self._special.values()), key=len, reverse=True)
         self._special_re = re.compile("|".join(map(re.escape, names))) if names else None
         self._special_names = names
+        model = json.loads(self._text)["model"]
+        unknown = model.get("unk_token")
+        unknown = self._tok.token_to_id(unknown) if isinstance(unknown, str) else model.get("unk_id")
+        self._control_ids = self._special_ids - {unknown}  # the model itself gives an unknown word that id
 
     def _read_ids(self, blob):
-        bos, eos = blob.get("bos_token_id"), blob.get("eos_token_ids") or []
-        eos = [eos] if isinstance(eos, int) else eos
-        if not all(isinstance(i, int) for i in [*eos, 0 if bos is None else bos]):
+        bos, eos = blob.get("bos_token_id"), blob.get("eos_token_ids")
+        eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        ids = [*eos, *([] if bos is None else [bos])]
+        if not all(type(i) is int for i in ids):
             raise FormatError("bos_token_id and eos_token_ids in the file's JSON are not integers")
+        size = max(self._tok.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        for i in ids:
+            if not 0 <= i < size:
+                raise FormatError(
+                    f"bos_token_id or eos_token_ids in the file's JSON: the tokenizer's ids are below {size}, "
+                    + (f"not {i}" if i.bit_length() < 64 else "not a number of so many digits")
+                )
         self.bos_token_id = bos
         self.eos_token_ids = set(eos)
         self.bos_token = self._token_text("bos_token", bos)
@@ -99,10 +129,9 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InvalidArgument(f"text is a {type(text).__name__}, not a string")
         text = _valid_unicode(text)
-        if parse_special or not (self._special_re and self._special_re.search(text)):
-            ids = self._tok.encode(text, add_special_tokens=False).ids
-        else:
-            ids = self._blind().encode(text, add_special_tokens=False).ids
+        ids = self._tok.encode(text, add_special_tokens=False).ids
+        if not parse_special and not self._special_ids.isdisjoint(ids):
+            ids = self._blind_ids(text)
         if not add_special:
             return ids
         doubled = parse_special and self._prefix and ids[: len(self._prefix)] == self._prefix
@@ -116,6 +145,19 @@ class Tokenizer:
                 plain.add_tokens([tokenizers.AddedToken(self._anchor, normalized=False, special=False)])
                 self._plain = plain
             return self._plain
+
+    def _blind_ids(self, text, anchor=""):
+        """The ids of a text in which nothing is a control token; anchor: what the text is encoded behind."""
+        found = self._blind().encode(anchor + text, add_special_tokens=False)
+        bad = [o for i, o in zip(found.ids, found.offsets) if i in self._control_ids]
+        if not bad:
+            return found.ids[1 if anchor else 0 :]
+        # a vocabulary can hold a control token as a word (Unigram's often do): cut the text inside of it
+        cuts = [begin - len(anchor) + 1 for begin, end in bad if end - begin > 1 and begin >= len(anchor)]
+        if len(cuts) < len(bad):
+            raise InvalidArgument(f"this tokenizer has no ids for the text {text[:40]!r} but control tokens")
+        pieces = [text[x:y] for x, y in zip([0, *cuts], [*cuts, len(text)])]
+        return sum((self._blind_ids(p, self._anchor if n else anchor) for n, p in enumerate(pieces)), [])
 
     # ---- ids -> text ----
 
@@ -139,45 +181,101 @@ class Tokenizer:
         """Replaces the model's template by a built-in one (by name), a file's, or Jinja text. None: the model's."""
         self._override = None if name_or_text is None else _template.template_source(name_or_text)
 
-    def render_chat(self, messages, add_generation_prompt=True, **variables):
+    def render_chat(self, messages, /, add_generation_prompt=True, **variables):
         """The conversation as one text, control tokens included. Raises TemplateError in words."""
-        return self._render(_flat(messages), add_generation_prompt, variables)
+        messages, variables = _checked(messages, variables)
+        return self._render(messages, add_generation_prompt, variables)
 
     def _render(self, messages, add_generation_prompt, variables):
         if not self.chat_template:
             raise TemplateError(_NO_TEMPLATE.format(", ".join(_template.BUILTIN)))
         given = {"bos_token": self.bos_token, "eos_token": self.eos_token, "tools": None, "documents": None}
-        given.update(variables)
-        text = _template.render(
-            self.chat_template, messages=messages, add_generation_prompt=add_generation_prompt, **given
-        )
-        return _valid_unicode(text)
+        given |= variables | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return _valid_unicode(_template.render(self.chat_template, given))
 
-    def encode_chat(self, messages, add_generation_prompt=True, **variables):
-        """The conversation's ids. Only the template makes control tokens: spelled in a message they stay text."""
-        messages = _flat(messages)
-        shield = _Shield(messages, self._special_names, self.chat_template or "")
-        text = self._render([shield.message(m) for m in messages], add_generation_prompt, variables)
-        if shield.used:
-            ids = self._encode_shielded(text, shield.mark)
-        else:
-            ids = self._tok.encode(text, add_special_tokens=False).ids
+    def encode_chat(self, messages, /, add_generation_prompt=True, **variables):
+        """The conversation's ids. Only the template makes control tokens: spelled in a message they stay text.
+        Raises TemplateError when the template turns a message into one that cannot be told from its own."""
+        messages, variables = _checked(messages, variables)
+        ids = self._chat_ids(messages, add_generation_prompt, variables)
         # transformers adds nothing to a template's output; a foreign template may not know this model's BOS
         if self._override and self._prefix and ids[: len(self._prefix)] != self._prefix:
             ids = self._prefix + ids
         return ids
 
+    def _chat_ids(self, messages, add_generation_prompt, variables):
+        """Compares what the template makes of the messages with what it makes of the same ones veiled: in those
+        nothing can be, or become, a part of a control token, so that all control tokens are the template's."""
+
+        def rendered(copy):
+            given = {k: v if k in _TRUSTED else copy.value(v) for k, v in variables.items()}
+            return self._render([copy.message(m) for m in messages], add_generation_prompt, given)
+
+        shield = _Shield([messages, variables], self._special_names, self.chat_template or "")
+        text = rendered(shield)
+        if self._special_re is None:
+            return self._tok.encode(text, add_special_tokens=False).ids
+        own, veils = self._controls(text), []
+        for thorough in (True, False):
+            veil = _Veil([messages, variables], self._special_names, self.chat_template, thorough)
+            try:
+                veils.append((veil, rendered(veil)))
+            except TemplateError:  # a template may insist on what a message says
+                continue
+            if own == self._controls(veils[-1][1]) and not shield.used:
+                return self._ids_of(text, "", own)
+        real = self._render(messages, add_generation_prompt, variables)
+        for veil, hidden in veils:
+            if _valid_unicode(veil.lift(hidden)) == real:  # every control token's place is known
+                return self._counted(self._encode_parts(hidden, veil.lift), self._controls(hidden))
+        if shield.used and any(own == self._controls(hidden) for _, hidden in veils):
+            return self._ids_of(text, shield.mark, own)
+        raise TemplateError(
+            "the chat template would turn text of a message into control tokens "
+            f"({', '.join(self._surplus(own, veils))}), so it is not used on this conversation"
+        )
+
+    def _controls(self, text):
+        """The control tokens in a template's output."""
+        return [m.group() for m in self._special_re.finditer(text)]
+
+    def _surplus(self, own, veils):
+        """The control tokens that are there too often, for a message."""
+        expected = Counter(self._controls(veils[0][1])) if veils else Counter()
+        return sorted((Counter(own) - expected) or set(own)) or ["some are missing"]
+
+    def _ids_of(self, text, mark, controls):
+        """Ids of template output that has no control tokens but the template's own, `controls`."""
+        if not mark:
+            ids = self._tok.encode(text, add_special_tokens=False).ids
+            if not self._too_many(ids, controls):
+                return ids  # else the tokenizer's normaliser made more of them
+        return self._counted(self._encode_shielded(text, mark), controls)
+
+    def _too_many(self, ids, controls):
+        allowed = Counter(map(self._tok.token_to_id, controls))
+        return Counter(i for i in ids if i in self._control_ids) - allowed
+
+    def _counted(self, ids, controls):
+        for i in self._too_many(ids, controls):
+            raise TemplateError(f"text of a message would become the control token {self.id_to_token(i)}")
+        return ids
+
     def _encode_shielded(self, text, mark):
-        """Encodes template output in which `mark` breaks every control token that a message spelled. Segments
-        between the template's own control tokens are encoded blind, behind an anchor that stands for the token
+        """Encodes template output in which `mark` breaks every control token that a message spelled."""
+        return self._encode_parts(text, lambda t: t.replace(mark, "") if mark else t)
+
+    def _encode_parts(self, text, restore):
+        """Encodes template output whose control tokens are all the template's; restore undoes what was done to
+        messages. Segments between the control tokens are encoded blind, behind an anchor that stands for the token
         in front, since some pre-tokenizers treat the start of a text differently."""
         ids, at, left = [], 0, None
         for match in self._special_re.finditer(text):
             token = self._added[self._tok.token_to_id(match.group())]
-            ids += self._segment(text[at : match.start()].replace(mark, ""), left, token)
+            ids += self._segment(restore(text[at : match.start()]), left, token)
             ids.append(self._tok.token_to_id(token.content))
             at, left = match.end(), token
-        return ids + self._segment(text[at:].replace(mark, ""), left, None)
+        return ids + self._segment(restore(text[at:]), left, None)
 
     def _segment(self, text, left, right):
         if left is not None and left.rstrip:
@@ -186,12 +284,72 @@ class Tokenizer:
             text = text.rstrip()
         if not text:
             return []
-        if left is None:
-            return self._blind().encode(text, add_special_tokens=False).ids
-        return self._blind().encode(self._anchor + text, add_special_tokens=False).ids[1:]
+        return self._blind_ids(text, "" if left is None else self._anchor)
 
 
-class _Shield:
+class _Copy:
+    """Copies of messages and variables with their texts changed by `_string`. Names stay as they are: roles, types
+    and the keys that a template asks for."""
+
+    def message(self, message):
+        """The message's copy."""
+        return {k: v if k == "role" else self.value(v) for k, v in message.items()}
+
+    def value(self, v):
+        """A value's copy."""
+        if isinstance(v, str):
+            return self._string(v)
+        if isinstance(v, dict):
+            return {
+                self._key(k): x
+                if k == "type" and isinstance(x, str) and _NAME.fullmatch(x)
+                else self.value(x)
+                for k, x in v.items()
+            }
+        if isinstance(v, list):
+            return [self.value(x) for x in v]
+        return v
+
+    def _key(self, k):
+        simple = _NAME.fullmatch(k) and not any(n.lower() in k.lower() for n in self._names)
+        return k if simple else self._string(k)
+
+    def _string(self, s):
+        raise NotImplementedError
+
+
+class _Veil(_Copy):
+    """Copies in which each character that could be in a control token is replaced by a private one, the same for
+    the same character, so that lift can undo it. White space stays, since templates trim and split at it. Without
+    `thorough` only characters and words out of the control tokens are replaced, so that templates that look for
+    other words find them."""
+
+    def __init__(self, given, names, template, thorough):
+        self._names = names
+        used = _characters(given)
+        free = _private(used | set(template))
+        marks = {c for n in names for c in n if not c.isalnum() and not c.isspace()} | set("&\\%")
+        wanted = {c for c in used if not c.isspace()} if thorough else marks
+        self._words = None
+        if not thorough:
+            words = {w for n in names for w in re.findall(r"\w{2,}", n)}
+            self._words = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)", re.I)
+            wanted |= {c for w in self._words.findall("\n".join(_strings(given))) for c in w}
+        self._to = {ord(c): next(free) for c in sorted(wanted)}
+        self._marks = {ord(c): self._to[ord(c)] for c in marks if ord(c) in self._to}
+        self._back = {ord(p): chr(c) for c, p in self._to.items()}
+
+    def _string(self, s):
+        if self._words is None:
+            return s.translate(self._to)
+        return self._words.sub(lambda m: m.group().translate(self._to), s).translate(self._marks)
+
+    def lift(self, text):
+        """The text with the characters that messages have."""
+        return text.translate(self._back)
+
+
+class _Shield(_Copy):
     """Copies of messages in which a mark breaks every control token that they spell, so that what a template
     makes of them has none but its own. The mark is a character that neither a message nor the template contains.
     Roles are the template's business and stay as they are."""
@@ -200,21 +358,8 @@ class _Shield:
         self.used = False
         self._names = [n for n in names if len(n) > 1]
         self._re = re.compile("|".join(map(re.escape, self._names)))
-        text = repr(messages) + template
-        self.mark = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text and ascii(c)[1:-1] not in text)
-
-    def message(self, message):
-        """The message, shielded."""
-        return {k: v if k == "role" else self._value(v) for k, v in message.items()}
-
-    def _value(self, v):
-        if isinstance(v, str):
-            return self._string(v)
-        if isinstance(v, dict):
-            return {self._value(k): self._value(x) for k, x in v.items()}
-        if isinstance(v, (list, tuple)):
-            return [self._value(x) for x in v]
-        return v
+        free = _private(_characters(messages) | set(template))
+        self.mark = next(c for c in free if ascii(c)[1:-1] not in template)
 
     def _string(self, s):
         if not s or not self._names:
@@ -254,10 +399,15 @@ class StreamDecoder:
 
     def push(self, ids):
         """The text that is certain after these ids: one id or several."""
-        ids = ids if hasattr(ids, "__iter__") else [ids]
-        ids = [i for i in map(int, ids) if i not in self._skip]
+        if isinstance(ids, (str, bytes, bytearray)):
+            raise InvalidArgument(f"token ids are integers, not a {type(ids).__name__}")
+        try:
+            ids = list(map(operator.index, ids if hasattr(ids, "__iter__") else [ids]))
+        except (TypeError, ValueError):
+            raise InvalidArgument("token ids are integers, or a list of them") from None
+        ids = [i for i in ids if i not in self._skip]
         if self._tokenizer._bytes_of is None:
-            return "".join(map(self._push_window, ids))
+            return "".join(self._push_window(i) for i in ids if 0 <= i < 2**31)
         bytes_of = self._tokenizer._bytes_of
         return self._stripped(self._utf8.decode(b"".join([bytes_of(i) for i in ids])))
 
@@ -347,8 +497,10 @@ def _tokenizer_text(blob):
 def _parse(text):
     try:
         tok = tokenizers.Tokenizer.from_str(text)
-    except Exception as e:  # the library raises plain Exception
-        raise FormatError(f"the file's tokenizer cannot be read: {e}") from None
+    except BaseException as e:  # the library raises plain Exception, and panics
+        if isinstance(e, Exception) or type(e).__name__ == "PanicException":
+            raise FormatError(f"the file's tokenizer cannot be read: {e}") from None
+        raise
     tok.no_padding()
     tok.no_truncation()
     return tok
@@ -357,8 +509,10 @@ def _parse(text):
 def _default_template(value):
     """Checkpoints may list several named templates; the one for chat is called default."""
     if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        return named.get("default") or next(iter(named.values()), None)
+        named = [(t.get("name"), t.get("template")) for t in value if isinstance(t, dict)]
+        value = next((t for n, t in named if n == "default" and t), named[0][1] if named else None)
+    if value is not None and not isinstance(value, str):
+        raise FormatError("chat_template in the file's JSON is not a text")
     return value or None
 
 
@@ -371,6 +525,62 @@ def _valid_unicode(text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+_TRUSTED = ("bos_token", "eos_token", "unk_token", "pad_token")  # variables that are control tokens
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MOST_VALUES, _MOST_LEVELS = 1_000_000, 64
+
+
+def _checked(messages, variables):
+    """Plain copies of messages and template variables: what JSON can say, and nothing without end."""
+    for name in ("messages", "add_generation_prompt"):
+        if name in variables:
+            raise InvalidArgument(f"{name!r} cannot be a template variable: the conversation has it already")
+    count = [0]
+    messages = [_plain(m, "a message", count) for m in _flat(messages)]
+    return messages, {k: _plain(v, f"the template variable {k!r}", count) for k, v in variables.items()}
+
+
+def _plain(v, what, count, level=0):
+    count[0] += 1
+    if level > _MOST_LEVELS or count[0] > _MOST_VALUES:
+        raise InvalidArgument(f"{what} is nested too deeply, contains itself or is too large")
+    if isinstance(v, str):
+        return str.__str__(v)
+    if v is None or isinstance(v, (bool, numbers.Number)):
+        return v
+    if isinstance(v, dict):
+        if not all(isinstance(k, str) for k in v):
+            raise InvalidArgument(f"{what} has a key that is not a string")
+        return {str.__str__(k): _plain(x, what, count, level + 1) for k, x in v.items()}
+    if isinstance(v, (list, tuple)):
+        return [_plain(x, what, count, level + 1) for x in v]
+    raise InvalidArgument(f"{what} has a value of type {type(v).__name__}, which is not one of JSON's")
+
+
+def _strings(v):
+    """All strings in a plain value, keys included."""
+    if isinstance(v, str):
+        yield v
+    elif isinstance(v, dict):
+        for k, x in v.items():
+            yield k
+            yield from _strings(x)
+    elif isinstance(v, list):
+        for x in v:
+            yield from _strings(x)
+
+
+def _characters(v):
+    return set().union(*_strings(v))
+
+
+def _private(used):
+    """Private-use characters that are not in `used`."""
+    for block in (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)):
+        yield from (c for c in map(chr, block) if c not in used)
+    raise InvalidArgument("the conversation has too many different characters, private ones included")
+
+
 def _flat(messages):
     """Checks OpenAI-shaped messages and turns lists of text parts into strings."""
     if isinstance(messages, (str, bytes, dict)) or not hasattr(messages, "__iter__"):
@@ -378,7 +588,10 @@ def _flat(messages):
     out = []
     for m in messages:
         if not isinstance(m, dict) or not isinstance(m.get("role"), str):
-            raise InvalidArgument(f'a message needs a "role" and a "content": {m!r:.80}')
+            keys = ", ".join(map(repr, list(m)[:5])) if isinstance(m, dict) else type(m).__name__
+            raise InvalidArgument(f'a message needs a "role" and a "content"; this one is: {keys:.80}')
+        if not _NAME.fullmatch(m["role"]):
+            raise InvalidArgument(f"a role is a simple name of letters, digits, _ and -, not {m['role']!r:.80}")
         content = m.get("content")
         if isinstance(content, list):
             m = {**m, "content": "".join(map(_part_text, content))}

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from .._pycass import ffi, lib
-from ..errors import ConversionError
+from ..errors import ConversionError, PycassError
 from . import arch, writer
 from .gguf import open_gguf
 from .hf import open_hf
+from .source import require_regular
 
 __all__ = ["Report", "convert", "open_source", "verify_against"]
 
@@ -57,15 +59,20 @@ class Report:
 def open_source(src, allow_missing_tokenizer=False):
     """Source of a Hugging Face directory, or of a GGUF file. Close it, or use it in a with statement."""
     path = Path(src)
-    if path.is_dir():
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise ConversionError(f"{path}: no such file or folder") from None
+    except (OSError, ValueError) as e:
+        raise ConversionError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
+    if stat.S_ISDIR(mode):
         ggufs = sorted(path.glob("*.gguf"))
         if ggufs and not (path / "config.json").exists():
             raise ConversionError(
                 f"{path}: no config.json; give one of the GGUF files by name, such as {ggufs[0].name}"
             )
         return open_hf(path, allow_missing_tokenizer)
-    if not path.exists():
-        raise ConversionError(f"{path}: no such file or folder")
+    require_regular(path)
     if path.suffix in (".safetensors", ".json"):
         raise ConversionError(f"{path}: give the folder that holds config.json, the weights and the tokenizer")
     return open_gguf(path)
@@ -76,10 +83,56 @@ def _default_threads():
     return min(8, cpus)
 
 
-def _refuse_overwriting(source, out):
-    for file in source.files:
-        if out.exists() and os.path.samefile(file.path, out):
-            raise ConversionError(f"{out}: is the source itself")
+def _target(out):
+    """Where to write: what `out` is a link to, else itself. Only a regular file may be replaced."""
+    _refuse_special(out)
+    target = Path(os.path.realpath(out)) if out.is_symlink() else out
+    if not target.parent.is_dir():
+        raise ConversionError(f"{target.parent}: no such folder")
+    return target
+
+
+def _refuse_special(out):
+    try:
+        mode = os.stat(out).st_mode  # of what it is a link to, /dev/stdout included
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise ConversionError(f"{out.parent}: no such folder") from None
+    except (OSError, ValueError) as e:
+        raise ConversionError(f"{out}: {getattr(e, 'strerror', None) or e}") from None
+    if stat.S_ISDIR(mode):
+        raise ConversionError(f"{out}: is a folder")
+    if not stat.S_ISREG(mode):
+        raise ConversionError(f"{out}: is not a regular file (a device or pipe, say) and cannot be the new file")
+
+
+def _refuse_overwriting(source, src, out):
+    """No file of the source is replaced, under whatever name; an older .cass file in its folder may be."""
+    try:
+        there = os.stat(out)
+    except OSError:
+        return
+    paths = [f.path for f in source.files]
+    for folder, _, names in os.walk(src) if os.path.isdir(src) else ():
+        paths += [os.path.join(folder, n) for n in names if not n.endswith(".cass")]
+    for path in paths:
+        try:
+            same = os.path.samestat(os.stat(path), there)
+        except OSError:
+            continue
+        if same:
+            raise ConversionError(f"{out}: is the source itself ({os.path.basename(path)})")
+
+
+def _read_back(file):
+    """A file that the engine would refuse is not given its name."""
+    from ..file import CassFile
+
+    try:
+        CassFile(file.path).close()
+    except PycassError as e:
+        raise ConversionError(f"{file.out}: the new file cannot be read back, so it is not kept: {e}") from e
 
 
 def _require_room(out, needed):
@@ -107,28 +160,27 @@ def convert(src, out, codec="nest", progress=None, allow_missing_tokenizer=False
     """Converts a checkpoint into a .cass file.
 
     src: folder with config.json, safetensors and a tokenizer, or a GGUF file. out: path of the new file; an older
-    file of that name is replaced only when the new one is whole. codec: "nest", or "raw" for BF16 as it is.
+    file of that name is replaced only when the new one is whole, and nothing but a regular file ever is.
+    codec: "nest", or "raw" for BF16 as it is.
     progress(done_bytes, total_bytes, tensor_name): bytes of BF16 weights; what it raises ends the conversion.
     threads: that read and encode; default: the machine's, at most 8.
     Returns a Report. Raises ConversionError; then, as on any interrupt, nothing is left behind.
     """
     if codec not in CODECS:
         raise ConversionError(f"codec '{codec}' is not known; known: {', '.join(CODECS)}")
-    out = Path(out)
-    if out.is_dir():
-        raise ConversionError(f"{out}: is a folder")
-    if not out.parent.is_dir():
-        raise ConversionError(f"{out.parent}: no such folder")
+    out = _target(Path(out))
     threads = threads or _default_threads()
     begin = time.monotonic()
     with open_source(src, allow_missing_tokenizer) as source:
         file = None
-        _refuse_overwriting(source, out)
+        _refuse_overwriting(source, src, out)
         try:
             plans, speculation = writer.make_plan(source.tensors, codec)
             _require_room(out, writer.minimum_bytes(plans, speculation))
             file = writer.PartialFile(out)
             report = _write(source, file, plans, speculation, progress, threads)
+            _read_back(file)
+            _refuse_special(out)
             file.commit()
         finally:
             if file is not None:

@@ -50,15 +50,26 @@ class ModelConfig:
         for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ConversionError(f"{name} = {value} is outside of {low}..{high}")
+                raise ConversionError(f"{name} = {rope.shown(value)} is outside of {low}..{high}")
         if self.n_head % self.n_head_kv:
             raise ConversionError(
                 f"{self.n_head} query heads cannot be shared evenly by {self.n_head_kv} key/value heads"
             )
         if self.head_dim % 2:
             raise ConversionError(f"head_dim = {self.head_dim} is odd: rotary embedding needs pairs")
-        if not 1e-37 < self.rms_eps < 1e37:  # a positive float32, NaN excluded
-            raise ConversionError(f"rms_eps = {self.rms_eps} is not a positive number")
+        # as binary32, which is what the file holds and the engine checks; NaN fails every comparison
+        if not 1e-37 < self.rms_eps < 2 or not np.float32(self.rms_eps) < 1:
+            raise ConversionError(f"rms_eps = {self.rms_eps} is not a positive number below 1")
+        factor = self.rope_attention_factor
+        if not 1e-37 < factor < 2e6 or not np.float32(factor) < 1e6:
+            raise ConversionError(f"rope's attention factor {factor} is not a positive number below 1e6")
+        freq = self.rope_inv_freq
+        if freq is not None and not ((freq >= 0) & (freq <= 1000)).all():
+            at = int(np.argmin((freq >= 0) & (freq <= 1000)))
+            raise ConversionError(
+                f"rotary frequency {at} is {freq[at]} radians per position: outside of 0..1000, check rope_theta and "
+                "the scaling's factors"
+            )
 
 
 def layer_tensors(cfg, layer):
@@ -134,7 +145,7 @@ def _int(config, key, default=None):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConversionError(
-            f"config.json: '{key}' " + ("is missing" if value is None else f"is not a whole number: {value!r}")
+            f"config.json: '{key}' " + ("is missing" if value is None else f"is not a whole number: {rope.shown(value)}")
         )
     return value
 
@@ -142,8 +153,12 @@ def _int(config, key, default=None):
 def _float(config, key, default):
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConversionError(f"config.json: '{key}' is not a number: {value!r}")
-    return float(value)
+        raise ConversionError(f"config.json: '{key}' is not a number: {rope.shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        where = f"config.json: '{key}'"
+        raise ConversionError(f"{where} is not a number that a float holds: {rope.shown(value)}") from None
 
 
 def _refuse_unsupported(config):

@@ -354,6 +354,7 @@ def _apply_rope_factors(cfg, factors):
         raise ConversionError(f"{factors.file.path}: rope_freqs.weight is not a row of F32")
     values = factors.file.read(factors.offset, factors.row_bytes).view(np.float32)
     cfg.rope_inv_freq = rope.apply_factors(cfg.rope_inv_freq, values)
+    cfg.validate()
 
 
 def open_gguf(path):

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from ..errors import ConversionError
 from . import arch, vocab
-from .source import PLAIN, RawFile, Source, TensorRef, in_words, settle_tie
+from .source import PLAIN, RawFile, Source, TensorRef, in_words, require_regular, settle_tie
 
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # a buffer that old checkpoints carry along
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
@@ -19,6 +19,7 @@ _HEADER_LIMIT = 100_000_000  # the safetensors library's own limit
 def read_json(path, required=False):
     """The object in a JSON file; {} when it does not exist and is not required."""
     try:
+        require_regular(path)
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         if required:

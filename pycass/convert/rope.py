@@ -14,12 +14,29 @@ from ..errors import ConversionError
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
+def is_number(value):
+    """Whether a value out of JSON is a finite number that a float can hold: an int may have hundreds of digits."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def shown(value):
+    """A value for a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int beyond Python's limit of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _number(params, key, default=None, positive=True):
     value = params.get(key, default)
     if value is None:
-        raise ConversionError(f"rope parameters lack '{key}' (type {params.get('rope_type')})")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConversionError(f"rope parameter '{key}' is not a number: {value!r}")
+        raise ConversionError(f"rope parameters lack '{key}' (type {shown(params.get('rope_type'))})")
+    if not is_number(value):
+        raise ConversionError(f"rope parameter '{key}' is not a number that a float holds: {shown(value)}")
     if positive and value <= 0:
         raise ConversionError(f"rope parameter '{key}' must be positive: {value!r}")
     return value
@@ -101,8 +118,9 @@ def resolve(params, head_dim, n_ctx):
     Raises ConversionError for types and values that are not supported.
     """
     kind = params.get("rope_type") or "default"
-    if kind not in SUPPORTED:
-        raise ConversionError(f"rope type '{kind}' is not supported; supported: {', '.join(SUPPORTED)}")
+    if not isinstance(kind, str) or kind not in SUPPORTED:
+        kind = kind if isinstance(kind, str) else shown(kind)
+        raise ConversionError(f"rope type '{kind:.80}' is not supported; supported: {', '.join(SUPPORTED)}")
     base = _number(params, "rope_theta")
     if base <= 1:
         raise ConversionError(f"rope parameter 'rope_theta' must be above 1: {base!r}")
@@ -112,7 +130,7 @@ def resolve(params, head_dim, n_ctx):
             with np.errstate(all="ignore"):  # looked at below
                 inv_freq, attention_factor = _yarn(params, base, head_dim, n_ctx)
         except (ValueError, OverflowError, ZeroDivisionError) as e:
-            raise ConversionError(f"yarn's parameters have no meaning: {e}: {params}") from e
+            raise ConversionError(f"yarn's parameters have no meaning: {e}: {shown(params)}") from e
     else:
         inv_freq = np.float32(1) / _pos_freqs(base, head_dim)
     with np.errstate(all="ignore"):  # looked at below
@@ -122,7 +140,7 @@ def resolve(params, head_dim, n_ctx):
             inv_freq = _llama3(inv_freq, params)
     inv_freq = np.ascontiguousarray(inv_freq, dtype=np.float32)
     if not (np.isfinite(inv_freq).all() and (inv_freq > 0).all() and abs(attention_factor) < 1e37):
-        raise ConversionError(f"rope parameters give frequencies that are not positive numbers: {params}")
+        raise ConversionError(f"rope parameters give frequencies that are not positive numbers: {shown(params)}")
     return inv_freq, float(attention_factor)
 
 
@@ -132,4 +150,5 @@ def apply_factors(inv_freq, factors):
         raise ConversionError(f"rope_freqs.weight has {factors.size} values, {inv_freq.size} expected")
     if not np.isfinite(factors).all() or not (factors > 0).all():
         raise ConversionError("rope_freqs.weight has values that are not positive numbers")
-    return (inv_freq / factors.astype(np.float32)).astype(np.float32)
+    with np.errstate(over="ignore"):  # ModelConfig.validate looks at them
+        return (inv_freq / factors.astype(np.float32)).astype(np.float32)

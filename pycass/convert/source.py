@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import stat
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,12 +27,19 @@ def in_words(message):
         raise
 
 
+def require_regular(path):
+    """Raises ConversionError for a folder, FIFO, device or socket, without opening it; OSError as os.stat does."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ConversionError(f"{path}: is not a regular file")
+
+
 class RawFile:
     """A file read at given offsets; safe for several threads. Raises ConversionError when it cannot be read."""
 
     def __init__(self, path):
         self.path = os.fspath(path)
         try:
+            require_regular(self.path)  # opening a FIFO would wait
             self.fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as e:
             raise ConversionError(f"{self.path}: {e.strerror}") from e

@@ -1,11 +1,9 @@
 """Tokenizers: everything becomes the text of a Hugging Face tokenizer.json and a few settings beside it."""
 
-import math
-
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import ConversionError
-from . import spm
+from . import rope, spm
 from .source import in_words
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types, GGUF's and SentencePiece's
@@ -80,14 +78,21 @@ def _ids(value, where, n_vocab):
     values = value if isinstance(value, list) else [] if value is None else [value]
     for v in values:
         if isinstance(v, bool) or not isinstance(v, int):
-            raise ConversionError(f"{where}: not a token id: {v!r}")
+            raise ConversionError(f"{where}: not a token id: {rope.shown(v)}")
     return [v for v in values if 0 <= v < n_vocab]
 
 
 def _generation(values):
     """The sampling settings of a generation_config.json that are numbers or flags."""
     wanted = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample", "max_new_tokens")
-    return {k: values[k] for k in wanted if isinstance(values.get(k), (int, float)) and math.isfinite(values[k])}
+    out = {}
+    for k in wanted:
+        v = values.get(k)
+        if isinstance(v, bool) or rope.is_number(v):
+            out[k] = v
+        elif isinstance(v, int):
+            raise ConversionError(f"generation settings: '{k}' is not a number that a float holds: {rope.shown(v)}")
+    return out
 
 
 def _template_processor(bos, eos, tokenizer):
@@ -208,8 +213,10 @@ def from_hf(folder, config, read_json, cfg, allow_missing=False):
         | tokens
         | {"add_bos_token": add_bos, "add_eos_token": _effective_add(tokenizer, settings, "eos", tokens["eos_token"])}
     )
+    known = set(tokenizer.get_vocab(with_added_tokens=True).values())  # some configs name ids of padding rows
+    bos = [i for i in bos if i in known]
     out["bos_token_id"] = bos[0] if bos else None
-    out["eos_token_ids"] = sorted(set(eos) | _turn_ends(tokenizer, template))
+    out["eos_token_ids"] = sorted((set(eos) | _turn_ends(tokenizer, template)) & known)
     return out
 
 

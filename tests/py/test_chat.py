@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pycass import chat as c
-from pycass.errors import ContextFull
+from pycass.errors import ContextFull, InvalidArgument
 
 
 def play(model, lines, **kw):
@@ -196,6 +196,12 @@ def test_messages_of_several_lines(typed, messages):
         while True:
             got.append(c.read_message(read))
     assert got == messages
+
+
+def test_input_that_is_no_text():
+    read = c.plain_reader(io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
+    with pytest.raises(InvalidArgument, match="UTF-8"):
+        read(False)
 
 
 # ---- a real terminal ----

@@ -101,6 +101,57 @@ def test_the_environment_presets_options(pycass, monkeypatch):
     assert [o["temperature"] for o in model.options] == [0.25, 0.5]
 
 
+def test_the_command_line_wins_over_presets(pycass, monkeypatch, tmp_path):
+    model, file, template = FakeModel("x"), tmp_path / "p", tmp_path / "t"
+    file.write_text("from a file")
+    template.write_text("[{{ messages[-1]['content'] }}]")
+
+    def last(*args, **presets):
+        with monkeypatch.context() as m:
+            for name, value in presets.items():
+                m.setenv(f"PYCASS_{name}", value)
+            code, _, err = pycass("run", *args, model=model)
+        assert code == 0, err
+        return model.prompts[-1]
+
+    assert "user\nhi<" in last("b", "-p", "hi", MODEL="a")
+    assert "user\nhi<" in last("-p", "hi", MODEL="a")
+    assert last("m", "--raw", "-f", str(file), PROMPT="preset") == "from a file"
+    assert last("m", "--raw", PROMPT="preset") == "preset"
+    assert last("m", "-p", "a", "--raw", SYSTEM_PROMPT="s") == "a"
+    assert "system\ns" in last("m", "-p", "a", SYSTEM_PROMPT="s")
+    assert "system\ns" in last("m", "-p", "a", "-sys", "s", RAW="1")
+    assert "user\na<" in last("m", "-p", "a", SPECIAL="1")
+    last("m", "-p", "a", REVERSE_PROMPT="two words")
+    assert model.options[-1]["stop"] == ["two words"]
+    last("m", "-p", "a", REVERSE_PROMPT="two words\nUser:\n")
+    assert model.options[-1]["stop"] == ["two words", "User:"]
+    last("m", "-p", "a", "-r", "other one", REVERSE_PROMPT="two words")
+    assert model.options[-1]["stop"] == ["other one"]
+    assert last("m", "-p", "a", "--chat-template-file", str(template), CHAT_TEMPLATE="zephyr") == "[a]"
+    assert last("m", "-p", "a", "--chat-template", "zephyr", CHAT_TEMPLATE_FILE=str(template)).startswith("<|user|>")
+
+
+@pytest.mark.parametrize("name", ["-c", "-t"])
+def test_presets_are_checked_alike_everywhere(pycass, monkeypatch, name):
+    monkeypatch.setenv({"-c": "PYCASS_CTX_SIZE", "-t": "PYCASS_THREADS"}[name], "-1")
+    for command in cli.app.commands.values():
+        if name in [o for p in command.params for o in p.opts]:
+            needed = ["-f", __file__] if command.name in ("run", "perplexity") else []
+            code, _, err = pycass(command.name, "m", *needed)
+            assert code == 2 and "-1" in err, command.name
+
+
+FLOATS = [p for p in cli.app.commands["run"].params if isinstance(p.type, click.types.FloatParamType | click.FloatRange)]
+
+
+@pytest.mark.parametrize("option", [p.opts[0] for p in FLOATS])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_numbers_are_finite(pycass, option, value):
+    code, _, err = pycass("run", "m", "-p", "x", option, value)
+    assert len(FLOATS) >= 8 and code == 2 and "not a finite number" in err
+
+
 def test_thinking_apart(pycass):
     model = FakeModel("<think>\nhm\n</think>\n\nYes.")
     code, out, err = pycass("run", "m", "-p", "a", "--reasoning-format", "deepseek", model=model)
@@ -133,6 +184,24 @@ def test_thinking_apart(pycass):
         (["bench", "m", "-p", "x"], "n-prompt"),
         (["bench", "m", "--spec", "off,bogus"], "bogus"),
         (["verify-spec", "m", "--lengths", "0"], "1 to 16"),
+        (["verify-spec", "m", "--lengths", "1-99999999999"], "1 to 16"),
+        (["verify-spec", "m", "--lengths", ",".join(["1-16"] * 100)], "more than"),
+        (["bench", "m", "-p", "0-100000000000"], "0 to"),
+        (["bench", "m", "-n", "1-100000"], "more than"),
+        (["bench", "m", "-t", "-1"], "--threads"),
+        (["run", "m", "-p", "x", "-t", "-1"], "--threads"),
+        (["run", "m", "-p", "x", "-tb", "5000"], "4096"),
+        (["run", "m", "-p", "x", "-c", "99999999999"], "--ctx-size"),
+        (["run", "m", "-p", "x", "--top-k", "-1"], "--top-k"),
+        (["run", "m", "-p", "x", "--top-k", "99999999999"], "--top-k"),
+        (["run", "m", "-p", "x", "--top-p", "1.5"], "--top-p"),
+        (["run", "m", "-p", "x", "--min-p", "-1"], "--min-p"),
+        (["run", "m", "-p", "x", "--repeat-penalty", "0"], "--repeat-penalty"),
+        (["run", "m", "-p", "x", "--temp", "-1"], "--temp"),
+        (["run", "m", "-p", "x", "-l", "1+1e999"], "too large"),
+        (["run", "m", "-p", "x", "-l", "99999999999+1"], "no token"),
+        (["run", "m", "-p", "x", "-l", "9" * 5000 + "+1"], "ID+BIAS"),
+        (["perplexity", "m", "-c", "1", "-f", __file__], "at least 2"),
         (["convert", "x"], "--out"),
         (["nonsense"], "nonsense"),
     ],
@@ -150,6 +219,9 @@ def test_wrong_usage_is_2(pycass, args, words):
         (OSError(28, "No space left on device", "f"), 1, "f: No space left on device"),
         (MemoryError(), 1, "out of memory"),
         (KeyboardInterrupt(), 130, ""),
+        (ValueError("two\nlines"), 1, "pycass: internal error: ValueError: two lines (PYCASS_TRACEBACK=1"),
+        (RecursionError(), 1, "pycass: internal error: RecursionError (PYCASS"),
+        (EOFError("short"), 1, "internal error"),
     ],
 )
 def test_failures_are_words_and_codes(pycass, error, code, words):
@@ -184,7 +256,7 @@ def test_every_option_is_documented_and_has_a_variable():
 
 def test_number_lists():
     assert cli.number_list("1,4-6", "x", 1, 16) == [1, 4, 5, 6]
-    for text in ("", "a", "3-", "6-4", "17"):
+    for text in ("", "a", "3-", "6-4", "1,6-4", "17", "-1", "1-" + "9" * 5000):
         with pytest.raises(click.BadParameter):
             cli.number_list(text, "x", 1, 16)
 
@@ -308,3 +380,113 @@ def test_an_interrupt_is_130():
     p.send_signal(signal.SIGINT)
     err = p.communicate(timeout=60)[1]
     assert p.returncode == 130 and err.strip() == b""
+
+
+# ---- the process ----
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX")
+
+
+def shell(command, script=SCRIPT, **env):
+    """(exit code, stdout, stderr) of a shell command in which $PYCASS is the program with a fake model."""
+    program = f'"{sys.executable}" -W error -c "$SCRIPT"'
+    env = os.environ | {"SCRIPT": script.format(here=os.path.dirname(__file__)).replace(" * 20000", "")} | env
+    done = subprocess.run(["sh", "-c", command.replace("$PYCASS", program)], env=env, capture_output=True, text=True,
+                          cwd=os.path.dirname(__file__), timeout=60)  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@posix
+@pytest.mark.parametrize("command", ["run m -p x", "chat m -p x", "bench m", "info", "--help"])
+def test_a_closed_stdout_is_an_error(command):
+    code, _, err = shell(f"$PYCASS {command} >&-")
+    assert code == 1 and err.startswith("pycass: error: stdout is closed") and err.count("\n") == 1
+    assert shell(f"$PYCASS {command} <&- >&- 2>&-")[0] == 1
+
+
+@posix
+@pytest.mark.parametrize("where", ["2>&-", "<&- 2>&-", "2>/dev/full"])
+def test_messages_that_cannot_be_written_are_dropped(where):
+    if "/dev/full" in where and not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    assert shell(f"$PYCASS run m -p x -v {where}") == (0, "a line\n", "")
+    assert shell(f"$PYCASS run m -p x --bogus {where}") == (2, "", "")
+
+
+@posix
+def test_a_closed_stdin_is_empty():
+    assert shell("$PYCASS chat m <&-") == (0, "", "")
+    assert shell("$PYCASS run m <&-") == shell("$PYCASS run m </dev/null") == (0, "a line\n", "")
+
+
+def test_the_log_file_is_closed(tmp_path):
+    log = tmp_path / "log"
+    for args in ("run m -p x", "run m -p \udcff --special"):
+        _, _, err = shell(f"$PYCASS {args} --log-file '{log}'")
+        assert "ResourceWarning" not in err
+    assert "seed" in log.read_text()
+
+
+def test_the_module_is_the_program():
+    done = subprocess.run([sys.executable, "-m", "pycass", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("pycass 0.")
+
+
+INTERRUPTED = """
+import builtins, sys
+real = builtins.__import__
+def later(name, *args, **kw):
+    if {name!r} in (name, *(args[2] or () if len(args) > 2 else ())):
+        raise KeyboardInterrupt
+    return real(name, *args, **kw)
+import pycass
+builtins.__import__ = later
+from pycass.cli import main
+sys.exit(main(["run", "m", "-p", "x"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["click", "oneshot"])
+def test_an_interrupt_of_the_imports_is_quiet(name):
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED.format(name=name)], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr.strip() == ""
+
+
+TERMINATED = """
+import contextlib, sys, time
+import pycass.cli as cli
+@contextlib.contextmanager
+def progress(self, what):
+    def slow(*args):
+        print("started", flush=True)
+        time.sleep(0.2)
+    yield slow
+cli.Console.progress = progress
+def fetch(name, folder, log):
+    (folder / "part").write_bytes(b"x")
+    while True:
+        print("started", flush=True)
+        time.sleep(0.2)
+cli.pull.fetch = fetch
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@posix
+@pytest.mark.parametrize("command", ["convert", "pull"])
+def test_a_terminated_command_leaves_nothing(command, tmp_path, tiny_hf):
+    import signal
+
+    if command == "convert":
+        args = ["convert", str(tiny_hf("llama_tied")), "-o", str(tmp_path / "m.cass")]
+    else:
+        args = ["pull", "smollm2-135m"]
+    env = os.environ | {"PYCASS_CACHE": str(tmp_path)}
+    p = subprocess.Popen([sys.executable, "-c", TERMINATED, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    assert p.stdout.readline() == b"started\n"
+    assert list(tmp_path.iterdir())
+    p.send_signal(signal.SIGTERM)
+    p.send_signal(signal.SIGTERM)
+    err = p.communicate(timeout=60)[1]
+    assert p.returncode == 143 and b"Traceback" not in err
+    assert [f.name for f in tmp_path.iterdir() if not f.name.endswith(".lock")] == []

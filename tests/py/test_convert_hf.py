@@ -441,3 +441,49 @@ def test_odd_values_in_the_small_files(tmp_path):
                     ) if (tmp_path / "m" / "model.safetensors").exists() else None
                 answered(tmp_path / "m", (file, key, value))
         (tmp_path / "m" / file).unlink()
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_huge_numbers_are_answered_in_words(tmp_path, value):
+    for n, key in enumerate(("rms_norm_eps", "rope_theta", "vocab_size", "sliding_window", "head_dim")):
+        c = config("mistral")
+        if key != "sliding_window" or value < 0:  # a window beyond the context is no limit
+            match = "rms_norm_eps|rope_theta|outside of"
+            refused(tmp_path / str(n), match, c | {key: value}, tensors=weights(c))
+    write_hf(tmp_path / "g", config())
+    for key in ("temperature", "top_p", "top_k"):
+        (tmp_path / "g" / "generation_config.json").write_text(json.dumps({key: value}))
+        with pytest.raises(ConversionError, match=key):
+            open_source(tmp_path / "g")
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"rms_norm_eps": 1.0}, "rms_eps = 1.0"),
+        ({"rms_norm_eps": 1 - 1e-12}, "rms_eps"),
+        ({"rms_norm_eps": 0}, "rms_eps"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-4}}, "rotary frequency 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1e6}}, "attention factor"),
+    ],
+)
+def test_what_the_engine_would_refuse_is_not_converted(tmp_path, changes, match):
+    refused(tmp_path, match, config(**changes), tensors=weights(config()))
+
+
+def test_special_files_are_refused_before_they_are_opened(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for src in (tmp_path / "pipe.gguf", "/dev/null", "/dev/zero"):
+        with pytest.raises(ConversionError, match="not a regular file"):
+            open_source(src)
+    for src in ("a\0b", "x" * 5000, "/dev/null/x"):
+        with pytest.raises(ConversionError):
+            open_source(src)
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        write_hf(tmp_path / name / "m", config())
+        (tmp_path / name / "m" / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name / "m" / name)
+        with pytest.raises(ConversionError, match="not a regular file"):
+            open_source(tmp_path / name / "m")

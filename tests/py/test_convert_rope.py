@@ -79,3 +79,25 @@ def test_factors_of_gguf():
     for bad in ([1], [1, 0], [1, np.nan]):
         with pytest.raises(ConversionError):
             rope.apply_factors(inv_freq, np.float32(bad))
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    "kind, keys",
+    [
+        ("default", ["rope_theta"]),
+        ("linear", ["factor"]),
+        ("llama3", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]),
+        ("yarn", ["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"]),
+    ],
+)
+@pytest.mark.parametrize("value", [HUGE, -HUGE, 10**5000, ["x"], {"a": 1}, True], ids=range(6))
+def test_numbers_beyond_a_float(kind, keys, value):
+    good = {"rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    good |= {"rope_type": kind, "original_max_position_embeddings": 64}
+    for key in [*keys, "rope_type"]:
+        with pytest.raises(ConversionError) as e:
+            rope.resolve(good | {key: value}, 64, 4096)
+        assert 10 < len(str(e.value)) < 300

@@ -249,3 +249,60 @@ def test_provenance(folder, tmp_path):
         == report.source_sha256
     )
     assert (p["source"], p["source_format"], p["source_dtype"], p["changed_values"]) == ("m", "safetensors", "BF16", 0)
+
+
+def test_only_regular_files_are_replaced(folder, tmp_path):
+    import socket
+    import stat
+
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(str(tmp_path / "sock"))
+    (tmp_path / "to_fifo").symlink_to("fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    before = partials(tmp_path)
+    for out in ("fifo", "sock", "to_fifo", "loop", "/dev/null", "/dev/stdin/x", "a" * 300, "a\0b"):
+        with pytest.raises(ConversionError):
+            convert(folder, tmp_path / out)
+    assert partials(tmp_path) == before and stat.S_ISFIFO(os.stat(tmp_path / "fifo").st_mode)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed(folder, tmp_path, there):
+    (tmp_path / "deep").mkdir()
+    if there:
+        (tmp_path / "deep" / "m.cass").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("deep/m.cass")
+    convert(folder, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "deep" / "m.cass").is_symlink()
+    Reader(tmp_path / "deep" / "m.cass")
+    (tmp_path / "lost").symlink_to("absent/m.cass")
+    with pytest.raises(ConversionError, match="no such folder"):
+        convert(folder, tmp_path / "lost")
+
+
+def test_no_file_of_the_source_folder_is_overwritten(tmp_path):
+    write_hf(tmp_path / "m", config("qwen3"))
+    (tmp_path / "m" / "more").mkdir()
+    (tmp_path / "m" / "more" / "README.md").write_text("x")
+    before = {p: p.read_bytes() for p in (tmp_path / "m").rglob("*") if p.is_file()}
+    assert len(before) > 3
+    for path in before:
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(path)
+        for out in (path, tmp_path / "link"):
+            with pytest.raises(ConversionError, match="is the source itself"):
+                convert(tmp_path / "m", out)
+    assert before == {p: p.read_bytes() for p in (tmp_path / "m").rglob("*") if p.is_file()}
+    for _ in range(2):  # an older result may lie there
+        convert(tmp_path / "m", tmp_path / "m" / "m.cass")
+
+
+def test_a_file_that_the_engine_refuses_is_not_kept(folder, tmp_path, monkeypatch):
+    real = writer.config_section
+    monkeypatch.setattr(writer, "config_section", lambda cfg, flags: real(cfg, flags)[:-4] + b"\0\0\xc0\x7f")
+    (tmp_path / "m.cass").write_bytes(b"old")
+    with pytest.raises(ConversionError, match="cannot be read back"):
+        convert(folder, tmp_path / "m.cass")
+    assert partials(tmp_path) == ["m.cass"] and (tmp_path / "m.cass").read_bytes() == b"old"

@@ -77,3 +77,8 @@ def test_perplexity(n_ctx):
 def test_perplexity_of_nothing():
     with pytest.raises(InvalidArgument):
         perplexity.perplexity(Logits(), "")
+
+
+def test_perplexity_needs_two_tokens_of_context():
+    with pytest.raises(InvalidArgument, match="at least 2"):
+        perplexity.perplexity(Logits(1), bench.TEXT)

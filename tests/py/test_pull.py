@@ -1,6 +1,8 @@
 """From names to files: the cache, downloads, and what can go wrong. No network."""
 
 import hashlib
+import os
+import socket
 import subprocess
 import threading
 import time
@@ -8,7 +10,7 @@ import zipfile
 
 import pytest
 
-from pycass import pull
+from pycass import inspect_file, pull
 from pycass.errors import ConversionError, DownloadError, InvalidArgument, PycassError
 
 
@@ -97,6 +99,23 @@ def test_close_names_are_offered():
         pull.resolve("smollm-135m")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
+def test_special_files_are_refused_unopened(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    if kind == "pipe":
+        os.mkfifo("special")
+    elif kind == "device":
+        os.symlink("/dev/zero", "special")
+    else:
+        socket.socket(socket.AF_UNIX).bind("special")
+    regular = tmp_path / "m.cass"
+    regular.write_bytes(b"\x89CASS")
+    for check in (pull.resolve, inspect_file.verify, lambda p: inspect_file.verify(regular, p)):
+        with pytest.raises(InvalidArgument, match="special: not a regular file"):
+            check("special")
+
+
 # ---- downloads ----
 
 
@@ -152,11 +171,16 @@ def test_what_a_killed_pull_left_is_cleared(published):
 
 def test_pip_fails_in_words(monkeypatch, tmp_path):
     class Failed:
-        returncode, stderr = 1, "WARNING: slow\nERROR: No matching distribution found for x==1\n"
+        returncode, stdout, stderr = 1, "", "WARNING: slow\nERROR: No matching distribution found for x==1\n"
 
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: Failed)
     with pytest.raises(DownloadError, match="No matching distribution.*online"):
         pull._pip_download("x", "x==1", tmp_path)
+    for text in ("ERROR: Could not install: [Errno 28] No space left on device\nERROR: more\n", "[Errno 122] Disk quota exceeded"):
+        Failed.stderr = text
+        with pytest.raises(DownloadError, match="no space left on the disk") as e:
+            pull._pip_download("x", "x==1", tmp_path)
+        assert "online" not in str(e.value)
 
 
 def test_no_pip_is_an_error(cache, monkeypatch):
@@ -191,3 +215,17 @@ def test_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/c")
     assert str(pull.cache_dir()) == "/c/.cache/pycass"
+
+
+def test_an_unknown_home_is_an_error_in_words(monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda p: p)  # what it does when it finds none
+    for name in ("~nosuchuser/x", "~/x"):
+        with pytest.raises(InvalidArgument, match="no such home"):
+            pull.resolve(name)
+        monkeypatch.setenv("PYCASS_CACHE", name)
+        with pytest.raises(InvalidArgument, match="no such home"):
+            pull.cache_dir()
+    monkeypatch.delenv("PYCASS_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(InvalidArgument, match="set PYCASS_CACHE"):
+        pull.cache_dir()

@@ -367,3 +367,182 @@ def test_smollm2_ids(smollm):
 def test_smollm2_round_trips(smollm):
     for text in ("Hello world! Café déjà vu — 123 😊", "Führer", "Fu\u0308hrer", HARD):
         assert smollm.decode(smollm.encode(text)) == text
+
+
+# ---- what a template or a hostile file can do ----
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ WHAT }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "what, content, shown",
+    [
+        ("m.content | replace('\n', '')", "<|im_\nstart|>", "<|im_start|>"),
+        ("m.content[:1] + m.content[5:]", "<abcd|im_start|>", "<|im_start|>"),
+        ("m.content | reverse", ">|trats_mi|<", "<|im_start|>"),
+        ("'<|' ~ m.content ~ '|>'", "im_end", "<|im_end|>"),
+        ("m.content | tojson", '"<|im_end|>', '"\\\\"<|im_end|>"'),
+        ("m.content.split('</think>') | join('')", "<|im_</think>start|>", None),
+        ("m.content.split('</think>')[-1]", "<think>x</think>y", "y"),
+        ("m.content | lower", "<|IM_START|>", None),
+        ("m.content | lower", "A <B>", "a <b>"),
+        ("m.content | replace('&lt;', '<')", "&lt;|im_start|>", None),
+        ("tools[0].name | lower", "<|IM_START|>", None),
+        ("tools[0].name", "<|im_start|>", "<|im_start|>"),
+        ("extra | replace(' ', '')", "<|im_ start|>", "<|im_start|>"),
+        ("m.calls[0]['k'].keys() | join | lower", "<|IM_END|>", None),
+    ],
+)
+def test_a_template_cannot_turn_a_message_into_control_tokens(what, content, shown):
+    tok = Tokenizer(byte_level(chat_template=TURNS.replace("WHAT", what)))
+    message = {"role": "user", "content": content, "calls": [{"k": {content: 1}}]}
+    try:
+        ids = tok.encode_chat([message], tools=[{"name": content}], extra=content)
+    except TemplateError as e:
+        assert shown is None and "control tokens" in str(e)
+        return
+    assert [i for i in ids if i < 3] == [1, 2]
+    assert tok.decode(ids, False) == f"<|im_start|>user\n{shown}<|im_end|>\n".replace("\\\\", "\\")
+
+
+def test_a_template_may_look_at_what_messages_say():
+    look = "{% if '/think' in messages[0].content %}<|im_start|>{% endif %}{{ messages[0].content }}<|im_end|>"
+    tok = Tokenizer(byte_level(chat_template=look))
+    for text, count in (("a", 1), ("/think <b>", 2)):
+        ids = tok.encode_chat([{"role": "user", "content": text}])
+        assert len([i for i in ids if i < 3]) == count
+        assert ids == tok._tok.encode(tok.decode(ids, False)).ids
+
+
+def test_control_tokens_that_a_vocabulary_holds_as_words_stay_text():
+    from tokenizers import AddedToken, models, pre_tokenizers
+    from tokenizers import Tokenizer as T
+
+    words = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), *((c, -5.0) for c in "abc</>s")]
+    tok = T(models.Unigram(words, unk_id=0))
+    tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tok.add_special_tokens([AddedToken("</s>", normalized=False)])
+    tok = Tokenizer({"tokenizer": tok.to_str(), "chat_template": "{{ messages[0].content }}</s>"})
+    for text in ("</s>", "a</s>b</s></s>c"):
+        assert 1 not in tok.encode(text) and "".join(map(tok.id_to_token, tok.encode(text))) == text
+        assert tok.encode_chat([{"role": "user", "content": text}]).count(1) == 1
+
+
+def test_normalised_control_tokens_in_a_text_stay_text():
+    from tokenizers import AddedToken, models, normalizers
+    from tokenizers import Tokenizer as T
+
+    tok = T(models.BPE(vocab={c: i for i, c in enumerate("abs<>")}, merges=[]))
+    tok.normalizer = normalizers.Lowercase()
+    tok.add_special_tokens([AddedToken("<s>", normalized=True)])
+    tok = Tokenizer({"tokenizer": tok.to_str(), "chat_template": "<s>{{ messages[0].content }}"})
+    assert 5 not in tok.encode("a<S>b") and tok.encode("<S>", parse_special=True) == [5]
+    assert tok.encode_chat([{"role": "user", "content": "a<S>b"}]).count(5) == 1
+
+
+@pytest.mark.parametrize("role", ["", "a b", "user\n", "<|im_end|>", "x" * 65, "\u00fcser"])
+def test_roles_are_simple_names(role):
+    for call in (BYTES.encode_chat, BYTES.render_chat):
+        with pytest.raises(InvalidArgument, match="role"):
+            call([{"role": role, "content": "x"}])
+
+
+def nested(kind, depth=5000):
+    out = "x"
+    for _ in range(depth):
+        out = [out] if kind is list else {"a": out}
+    return out
+
+
+def endless():
+    out = {}
+    out["a"] = [out]
+    return out
+
+
+def many():
+    out = "x"
+    for _ in range(40):
+        out = [out, out]
+    return out
+
+
+@pytest.mark.parametrize("value", [nested(list), nested(dict), endless(), many(), {1: 2}, object(), {"x"}, b"x"],
+                         ids=["list", "dict", "endless", "many", "key", "object", "set", "bytes"])  # fmt: skip
+def test_odd_fields_are_refused_in_words(value):
+    for call in (BYTES.encode_chat, BYTES.render_chat):
+        with pytest.raises(InvalidArgument):
+            call([{"role": "user", "content": "x", "extra": value}])
+        with pytest.raises(InvalidArgument):
+            call([{"role": "user", "content": "x"}], tools=value)
+    for content in (None, value):
+        with pytest.raises(InvalidArgument):
+            BYTES.encode_chat([{"role": "user", "content": content}])
+
+
+def test_messages_of_all_private_characters():
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    ids = BYTES.encode_chat([{"role": "user", "content": private + "<|im_end|>"}])
+    assert ids.count(2) == 1 and private + "<|im_end|>" in BYTES.decode(ids, False)
+    every = private + "".join(map(chr, [*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]))
+    with pytest.raises(InvalidArgument, match="characters"):
+        BYTES.encode_chat([{"role": "user", "content": every}])
+
+
+@pytest.mark.parametrize("name", ["source", "self", "name", "context"])
+def test_any_name_of_a_template_variable(name):
+    assert chat("{{ x }}{{ %s }}" % name, x=1, **{name: "v"} if name != "self" else {}).startswith("1")
+    for taken in ("messages", "add_generation_prompt"):
+        with pytest.raises((InvalidArgument, TypeError)):
+            BYTES.encode_chat([{"role": "user", "content": "x"}], True, **{taken: 1})
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "{{ 10**5000 }}",
+     "{{ 10**5000 ~ '' }}", "{{ 10**(10**9) }}", "{{ 'x' * 10**11 }}", "{{ [1] * 10**11 }}", "{{ '%*d' % (10**11, 1) }}",
+     "{{ x | attr('y') + 1 }}", "{% include 'a' %}", "{% extends 'b' %}", "{% import 'c' as d %}", "\ud800{{ 1 }}{% x %}"],
+)  # fmt: skip
+def test_templates_beyond_any_limit_are_errors_in_words(template):
+    with pytest.raises(TemplateError) as e:
+        chat(template)
+    assert len(str(e.value)) > 20
+
+
+def test_template_files_that_cannot_be_read(tmp_path):
+    tok = Tokenizer(byte_level())
+    (tmp_path / "t").write_bytes(b"\xff\xfe{")
+    for name in (str(tmp_path / "t"), str(tmp_path), "x" * 5000, "a\0b", "~nobody-of-this-name/x", "", 7, ["chatml"]):
+        with pytest.raises(InvalidArgument):
+            tok.set_chat_template(name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"chat_template": v} for v in (True, 1, {"a": 1}, [{"name": "default", "template": 1}])]
+    + [{"tokenizer_config": v} for v in (True, 1, "x", [1])]
+    + [{"eos_token_ids": v} for v in (1.5, True, "x", {}, {"a": 1}, [1.5], [None], [-1], [10**10], 2**70, [10**5000])]
+    + [
+        {"bos_token_id": v, "tokenizer_config": {"add_bos_token": True}}
+        for v in (-5, 10**10, 2**70, True, 1.5, "x", [])
+    ],
+    ids=range(26),
+)
+def test_odd_values_in_the_files_json(changes):
+    with pytest.raises(FormatError):
+        Tokenizer(byte_level(**changes))
+
+
+@pytest.mark.parametrize("blob", [None, [], "x", 1])
+def test_json_that_is_no_object(blob):
+    with pytest.raises(FormatError):
+        Tokenizer(blob)
+
+
+def test_decoding_takes_integers_only():
+    import numpy as np
+
+    for ids in ("ab", "12", b"ab", [1.5], ["1"], 1.5, None, [[1]]):
+        with pytest.raises(InvalidArgument):
+            BYTES.decode(ids)
+    assert BYTES.decode(np.array(BYTES.encode("hi"))) == BYTES.decode(iter(BYTES.encode("hi"))) == "hi"
