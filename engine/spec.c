@@ -23,8 +23,8 @@ bool policy_drafts(Policy *p) {
     p->disabled = false, p->steps = 0, p->since_plain = 0, p->spec_tokens = p->spec_ms = 0;
   if (p->disabled)
     return false;
-  /* plain steps at the start and now and then, to know what speculation has to beat */
-  if (p->verify_ms[1] <= 0 || ++p->since_plain > PLAIN_EVERY) {
+  /* a plain step after warming up and now and then, to know what speculation has to beat */
+  if ((p->verify_ms[1] <= 0 && p->steps >= WARM_UP) || ++p->since_plain > PLAIN_EVERY) {
     p->since_plain = 0;
     return false;
   }
