@@ -6,8 +6,10 @@ import sys
 try:
     import contextlib
     import io
+    import itertools
     import json
     import os
+    import re
     import signal
     from pathlib import Path
 
@@ -331,24 +333,33 @@ MOST_NUMBERS = 1000  # in a list; each is a measurement
 
 
 def number_list(text, name, low, high):
-    """A list like 1,2,8-16."""
+    """A list in llama-bench's spelling: 1,2,8-16; 128-512+128, a step; 1-64*2, a factor."""
     out = []
     try:
         for part in text.split(","):
-            first, dash, last = part.partition("-")
-            first = int(first)
-            last = int(last) if dash else first
-            if not low <= first <= high or not low <= last <= high:
+            numbers = _numbers(part)
+            if not low <= numbers[0] <= high or not low <= numbers[-1] <= high:
                 raise click.BadParameter(f"numbers from {low} to {high}", param_hint=name)
-            if first > last:
-                raise ValueError
-            if len(out) + last - first >= MOST_NUMBERS:
+            if len(out) + len(numbers) > MOST_NUMBERS:
                 raise click.BadParameter(f"more than {MOST_NUMBERS} numbers", param_hint=name)
-            out += range(first, last + 1)
+            out += numbers
     except ValueError:
         shown = text if len(text) <= 40 else text[:40] + "..."
         raise click.BadParameter(f"{shown!r} is not a list such as 1,2,8-16", param_hint=name) from None
     return out
+
+
+def _numbers(part):
+    """One part of a list: a sequence that is not empty, or ValueError."""
+    m = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip(), re.ASCII)
+    if not m:
+        raise ValueError(part)
+    first, last, by = int(m[1]), int(m[2] or m[1]), int(m[4] or 1)
+    if first > last or (m[3] == "*" and (first < 1 or by < 2)):
+        raise ValueError(part)
+    if m[3] == "*":
+        return list(itertools.takewhile(lambda n: n <= last, (first * by**i for i in itertools.count())))
+    return range(first, last + 1, by)
 
 
 # ---- measuring ----
@@ -356,15 +367,22 @@ def number_list(text, name, low, high):
 
 @app.command()
 @click.argument("model", required=False)
-@option("-p", "--n-prompt", default="512", show_default=True, metavar="LIST", envvar=None, help="Prompt lengths; 0: none.")
-@option("-n", "--n-gen", default="128", show_default=True, metavar="LIST", envvar=None, help="Tokens to generate; 0: none.")
+@option("-p", "--n-prompt", default=("512",), show_default=True, multiple=True, metavar="LIST", envvar=None,
+        help="Prompt lengths; 0: none.")
+@option("-n", "--n-gen", default=("128",), show_default=True, multiple=True, metavar="LIST", envvar=None,
+        help="Tokens to generate; 0: none.")
 @option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, metavar="N",
         help="Measured runs of each test, after one that is not measured.")
-@option("-t", "--threads", default="0", metavar="LIST", help="Thread counts; 0: physical cores.")
+@option("-t", "--threads", default=("0",), multiple=True, metavar="LIST", help="Thread counts; 0: physical cores.")
 @option("-o", "--output", type=click.Choice(["md", "json", "jsonl", "csv"]), default="md", show_default=True,
         help="Format of the table.")
-@option("--spec", "specs", default="off,on", show_default=True, metavar="LIST", help="Of off, on, auto.")
+@option("--spec", "specs", default="off,auto,draft", show_default=True, metavar="LIST",
+        help="Generate without speculation (off), with it (auto, on), or measure the draft's passes alone (draft).")
 @option("--draft-max", type=click.IntRange(1, 16), default=8, show_default=True, metavar="N", help="Longest draft.")
+@option("--temp", "--temperature", type=options.Finite(0, 1e6), default=0.0, show_default=True, metavar="X",
+        help="0: greedy; else as `run` samples by default.")
+@option("-s", "--seed", type=click.IntRange(-1, 2**64 - 1), default=1, show_default=True, metavar="N",
+        help="Of sampling; -1: random.")
 @option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL.")
 @option("-b", "--batch-size", type=click.IntRange(0, 4096), default=0, metavar="N", help="Prompt tokens per pass.")
 @option("--kernel", default=None, metavar="NAME", help="Force a kernel set.")
@@ -373,22 +391,27 @@ def number_list(text, name, low, high):
 def bench(model, **o):
     """Measure: prompt tokens (pp512) and generation (tg128) a second, mean and standard deviation.
 
-    Generation continues a built-in text, greedily: speculation depends on what is written."""
+    A LIST is one as llama-bench takes: 1,2,8-16, or 128-512+128, or 1-64*2. Generation answers built-in prompts of
+    code, maths, prose and chat, since what speculation gains depends on what is written."""
     from . import bench as b
 
     name = the_model(model, o["model_opt"])
     plan = b.Plan(
-        prompts=[n for n in number_list(o["n_prompt"], "--n-prompt", 0, 1 << 20) if n],
-        gens=[n for n in number_list(o["n_gen"], "--n-gen", 0, 1 << 20) if n],
-        threads=number_list(o["threads"], "--threads", 0, options.MOST_THREADS),
-        specs=o["specs"].split(","),
+        prompts=[n for n in number_list(",".join(o["n_prompt"]), "--n-prompt", 0, 1 << 20) if n],
+        gens=[n for n in number_list(",".join(o["n_gen"]), "--n-gen", 0, 1 << 20) if n],
+        threads=number_list(",".join(o["threads"]), "--threads", 0, options.MOST_THREADS),
+        specs=list(dict.fromkeys(o["specs"].split(","))),
         repetitions=o["repetitions"],
         draft_max=o["draft_max"],
+        temperature=o["temp"],
+        seed=options.seed_of(o),
         batch_size=o["batch_size"],
         kernel=o["kernel"],
     )
-    if not set(plan.specs) <= {"off", "on", "auto"}:
-        raise click.BadParameter(f"{o['specs']!r} is not a list of off, on, auto", param_hint="--spec")
+    if not set(plan.specs) <= set(b.SPECS):
+        raise click.BadParameter(f"{o['specs']!r} is not a list of {', '.join(b.SPECS)}", param_hint="--spec")
+    if not plan.prompts and not plan.gens:
+        raise click.UsageError("nothing to measure: --n-prompt and --n-gen are both 0")
     console = console_of(o)
     b.run(resolve(name, console), name, plan, o["output"], sys.stdout, console)
 

@@ -23,6 +23,12 @@ class Console:
             complain(text)
         self._log(text)
 
+    def status(self, text):
+        """What goes on, on a terminal only: a line that the next one replaces and "" takes away. --verbose says more."""
+        if not self.verbose and sys.stderr is not None and sys.stderr.isatty():
+            with contextlib.suppress(OSError):
+                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
     def close(self):
         """Closes the log file."""
         if self._file:

@@ -102,7 +102,10 @@ class FakeModel:
 
     def stats(self):
         """The fake's Model.stats."""
-        return {"plain_ms_per_token": 2.0, "spec_ms_per_token": 1.0, "bytes_read": 1000}
+        return {"plain_ms_per_token": 2.0, "spec_ms_per_token": 1.0, "bytes_read": 1000, "prompt_ms": 0.0}
+
+    def draft_logits(self, ids):
+        """The fake's Model.draft_logits."""
 
     def reset(self):
         """Nothing to forget."""

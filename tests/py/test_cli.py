@@ -183,6 +183,12 @@ def test_thinking_apart(pycass):
         (["run", "m", "-f", "/no/such/file"], "/no/such/file"),
         (["bench", "m", "-p", "x"], "n-prompt"),
         (["bench", "m", "--spec", "off,bogus"], "bogus"),
+        (["bench", "m", "--spec", ""], "--spec"),
+        (["bench", "m", "-p", "0", "-n", "0"], "nothing to measure"),
+        (["bench", "m", "-o", "sql"], "sql"),
+        (["bench", "m", "-r", "0"], "--repetitions"),
+        (["bench", "m", "--temp", "-1"], "--temp"),
+        (["bench", "m", "--seed", "x"], "--seed"),
         (["verify-spec", "m", "--lengths", "0"], "1 to 16"),
         (["verify-spec", "m", "--lengths", "1-99999999999"], "1 to 16"),
         (["verify-spec", "m", "--lengths", ",".join(["1-16"] * 100)], "more than"),
@@ -256,7 +262,9 @@ def test_every_option_is_documented_and_has_a_variable():
 
 def test_number_lists():
     assert cli.number_list("1,4-6", "x", 1, 16) == [1, 4, 5, 6]
-    for text in ("", "a", "3-", "6-4", "1,6-4", "17", "-1", "1-" + "9" * 5000):
+    assert cli.number_list("0-512+128, 1-9*2", "x", 0, 512) == [0, 128, 256, 384, 512, 1, 2, 4, 8]
+    wrong = ("", "a", "3-", "6-4", "1,6-4", "17", "-1", "1-" + "9" * 5000, "1+2", "1-4+0", "1-4*1", "0-4*2", "1-4+-1", "1-99*2")
+    for text in wrong:
         with pytest.raises(click.BadParameter):
             cli.number_list(text, "x", 1, 16)
 
