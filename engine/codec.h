@@ -5,12 +5,15 @@
 #include "base.h"
 
 enum { NEST_ROWS = 16, NEST_COLS = 64, NEST_TILE = NEST_ROWS * NEST_COLS };
-/* A damaged plane A moves the side position at most this far past a record and takes that many escapes before its
- * end; readers may touch those bytes, so they must be mapped. */
+/* A damaged record makes readers touch at most this many bytes past its start, and take that many escapes before its
+ * end; those bytes must be mapped. */
 enum { NEST_SIDE_SLACK = 1024, NEST_MAX_ESCAPES = 1024 };
 
-/* Draft magnitudes of the eight cells, times 70. */
-extern const uint8_t nest_magnitude[8];
+/* By cell: draft magnitude times 70; e - G + NEST_BIAS and mantissa bit 6, without what T and q add. */
+extern const uint8_t nest_magnitude[8], nest_exponent[8], nest_bit6[8];
+enum { CELL_TOP = 5, CELL_EIGHTH = 6, CELL_SMALL = 7, NEST_BIAS = 18 };
+/* A record's header: its number of nibbles q, and whether 0 and 15 among them are special. */
+enum { NEST_HEADER = 2, NEST_COUNT = 0x7ff, NEST_HAS_ESCAPE = 0x4000, NEST_HAS_ZERO = 0x8000, NEST_SPECIAL = 0xc000 };
 
 /* One weight matrix [rows, cols], borrowed from the file. */
 typedef struct Matrix {
@@ -18,24 +21,28 @@ typedef struct Matrix {
   uint32_t rows, cols;        /* out-features, in-features */
   uint32_t n_block, n_group;  /* ceil(rows / 16), ceil(cols / 64): tiles down and across */
   const uint16_t *raw;        /* raw: [rows][cols] */
-  const uint8_t *a, *x, *b, *c; /* nest planes */
+  const uint8_t *a, *x, *b;   /* nest planes */
   const uint8_t *side;        /* nest: offsets, then records */
 } Matrix;
 
-/* A decoded tile as kernels use it: pair p = 4 j + i holds columns 8 j + i and 8 j + i + 4 of all 16 rows. It is
- * the order in which two half lines of plane A leave the decoder, and a B operand of AMX. */
-typedef uint16_t TilePairs[32][NEST_ROWS][2];
+/* A decoded tile as kernels use it. Half line hl = 2 j + h holds columns 8 j + h + {0, 2, 4, 6} of all 16 rows, as they
+ * leave the decoder: of each four rows first two, then, 32 words on, the other two. */
+typedef uint16_t TileWords[16][64];
+/* Where half line hl has the word of row r and column 8 j + h + 2 c. */
+static inline uint32_t tile_word(uint32_t r, uint32_t c) { return r / 2 % 2 * 32 + r / 4 * 8 + r % 2 * 4 + c; }
 
 /* Decodes tile t (row block t / n_group) to exact bits. Never fails: see NEST_SIDE_SLACK. */
-void nest_decode_tile(const Matrix *w, size_t t, TilePairs out);
+void nest_decode_tile(const Matrix *w, size_t t, TileWords out);
 /* The same for raw; rows and columns past the matrix are zero. */
-void raw_decode_tile(const Matrix *w, size_t t, TilePairs out);
+void raw_decode_tile(const Matrix *w, size_t t, TileWords out);
 /* Checks a side part's offsets. */
 pycass_status nest_check_side(const uint8_t *side, size_t size, size_t n_tiles);
 /* The whole matrix's bits, row-major. out [rows][cols] */
 void matrix_bits(const Matrix *w, uint16_t *out);
 /* One row of a matrix: exact, or what the draft sees. out [cols] */
 void matrix_row_exact(const Matrix *w, uint32_t row, float *out);
+/* The same with another decoder of nest tiles. */
+void matrix_row_decode(const Matrix *w, uint32_t row, void (*decode)(const Matrix *, size_t, TileWords), float *out);
 void matrix_row_draft(const Matrix *w, uint32_t row, float *out);
 
 static inline size_t matrix_tiles(const Matrix *w) { return (size_t)w->n_block * w->n_group; }

@@ -4,9 +4,10 @@
 
 #include "codec.h"
 
-const uint8_t nest_magnitude[8] = {4, 13, 22, 31, 43, 61, 85, 119};
+const uint8_t nest_magnitude[8] = {22, 31, 43, 61, 85, 119, 13, 4};
 
-enum { MIN_G = 4, MAX_S = 7 };
+enum { MIN_G = 4, MAX_S = 13, Q_ZERO = 0, Q_ESCAPE = 15 };
+const uint8_t nest_exponent[8] = {16, 16, 17, 17, 18, 18, 15, 0}, nest_bit6[8] = {0, 1, 0, 1, 0, 1, 0, 0};
 
 /* The tile's weight that nibble h of byte n of line j stands for. */
 static inline uint32_t row_of(uint32_t n) { return n / 4; }
@@ -20,10 +21,10 @@ static uint32_t cell_of(uint16_t w, uint32_t group) {
   int d = (int)group - (int)exponent_of(w);
   uint32_t high = mantissa_of(w) >= 64;
   if (d < 0)
-    return 7;
+    return CELL_TOP;
   if (d < 3)
-    return 6 - 2 * (uint32_t)d + high;
-  return d == 3;
+    return 4 - 2 * (uint32_t)d + high;
+  return d == 3 ? CELL_EIGHTH : CELL_SMALL;
 }
 
 /* Sum of squared draft errors of 64 weights for group exponent G = top or top - 1, in a fixed unit, in integers so
@@ -40,76 +41,82 @@ static uint64_t draft_error(const uint16_t *w, uint32_t top, uint32_t group) {
 }
 
 static uint32_t group_exponent(const uint16_t *w) {
-  uint32_t top = MIN_G;
+  uint32_t top = MIN_G, largest = 0;
   for (int k = 0; k < NEST_COLS; k++)
     if (exponent_of(w[k]) > top)
       top = exponent_of(w[k]);
-  if (top == MIN_G)
+  for (int k = 0; k < NEST_COLS; k++)
+    if (exponent_of(w[k]) == top && mantissa_of(w[k]) > largest)
+      largest = mantissa_of(w[k]);
+  if (top == MIN_G || largest >= 64) /* with one less, cell CELL_TOP would end below the largest weight */
     return top;
   return draft_error(w, top, top - 1) < draft_error(w, top, top) ? top - 1 : top;
 }
 
-typedef struct BitWriter {
-  uint8_t *p;
-  size_t n; /* bits written */
-} BitWriter;
+/* A tile's record while it is made: its nibbles q, T bits and escape bytes. */
+typedef struct Record {
+  uint8_t q[NEST_TILE], t[NEST_TILE / 8], escape[NEST_TILE];
+  uint32_t n_q, n_t, n_escape, flags;
+} Record;
 
-static inline void put_bit(BitWriter *s, uint32_t bit) {
-  if (s->n % 8 == 0)
-    s->p[s->n / 8] = 0;
-  s->p[s->n / 8] |= (uint8_t)((bit & 1u) << (s->n % 8));
-  s->n++;
+static void put_weight(Record *s, uint16_t w, uint32_t cell, uint32_t group) {
+  uint32_t e = exponent_of(w);
+  if (cell < CELL_TOP)
+    return;
+  s->t[s->n_t / 8] |= (uint8_t)((cell == CELL_TOP ? e > group : mantissa_of(w) >> 6) << s->n_t % 8);
+  s->n_t++;
+  if (cell != CELL_SMALL)
+    return;
+  uint32_t q = e == 0 ? Q_ZERO : group - e - 4 > MAX_S ? Q_ESCAPE : e + NEST_BIAS - group;
+  if (q == Q_ZERO)
+    s->flags |= NEST_HAS_ZERO;
+  if (q == Q_ESCAPE)
+    s->flags |= NEST_HAS_ESCAPE, s->escape[s->n_escape++] = (uint8_t)e;
+  s->q[s->n_q++] = (uint8_t)q;
 }
 
-/* The side fields of one half line; escapes are collected forwards. */
-static void encode_half_line(const uint16_t *w, const uint8_t *cell, const uint8_t *group, BitWriter *bits,
-                             uint8_t *escapes, size_t *n_escapes) {
-  uint8_t s[64];
-  for (int n = 0; n < 64; n++)
-    if (cell[n] == 7)
-      put_bit(bits, exponent_of(w[n]) > group[row_of((uint32_t)n)]);
-  for (int n = 0; n < 64; n++)
-    if (cell[n] < 2 || exponent_of(w[n]) > group[row_of((uint32_t)n)])
-      put_bit(bits, mantissa_of(w[n]) >> 6);
-  for (int n = 0; n < 64; n++) {
-    uint32_t s_full = cell[n] ? 0 : (uint32_t)group[row_of((uint32_t)n)] - exponent_of(w[n]) - 4;
-    s[n] = (uint8_t)(s_full < MAX_S ? s_full : MAX_S);
-    if (s[n] == MAX_S)
-      escapes[(*n_escapes)++] = (uint8_t)exponent_of(w[n]);
+static size_t write_record(const Record *s, uint8_t *out) {
+  uint32_t header = s->n_q | s->flags;
+  size_t n = NEST_HEADER;
+  out[0] = (uint8_t)header, out[1] = (uint8_t)(header >> 8);
+  for (uint32_t i = 0; i < s->n_q; i += 2)
+    out[n++] = (uint8_t)(s->q[i] | (i + 1 < s->n_q ? s->q[i + 1] << 4 : 0));
+  memcpy(out + n, s->t, (s->n_t + 7) / 8);
+  n += (s->n_t + 7) / 8;
+  for (uint32_t i = s->n_escape; i; i--) /* the first one last */
+    out[n++] = s->escape[i - 1];
+  return n;
+}
+
+/* The low six mantissa bits of half line hl = 0..3 of two lines; b points at byte n of their planes. */
+static void put_low6(uint8_t *b, uint32_t hl, uint32_t low6) {
+  if (hl < 3) {
+    b[64 * hl] |= (uint8_t)low6;
+    return;
   }
-  for (int plane = 0; plane < 3; plane++)
-    for (int n = 0; n < 64; n++)
-      if (cell[n] == 0)
-        put_bit(bits, s[n] >> plane);
+  b[0] |= (uint8_t)(low6 >> 4 << 6), b[64] |= (uint8_t)((low6 >> 2 & 3u) << 6), b[128] |= (uint8_t)((low6 & 3u) << 6);
 }
 
-/* tile [16][64]; a, x, b, c point at the tile's own bytes. Returns the record's size. */
-static size_t encode_tile(uint16_t tile[NEST_ROWS][NEST_COLS], uint8_t *a, uint8_t *x, uint8_t *b, uint8_t *c,
-                          uint8_t *record) {
-  uint8_t escapes[NEST_MAX_ESCAPES];
-  size_t n_escapes = 0;
-  BitWriter bits = {record, 0};
+static uint32_t get_low6(const uint8_t *b, uint32_t hl) {
+  return hl < 3 ? b[64 * hl] & 63u : (uint32_t)(b[0] >> 6) << 4 | (uint32_t)(b[64] >> 6) << 2 | b[128] >> 6;
+}
+
+/* tile [16][64]; a, x, b point at the tile's own bytes. Returns the record's size. */
+static size_t encode_tile(uint16_t tile[NEST_ROWS][NEST_COLS], uint8_t *a, uint8_t *x, uint8_t *b, uint8_t *record) {
+  Record side = {.n_q = 0};
   for (int r = 0; r < NEST_ROWS; r++)
     x[r] = (uint8_t)group_exponent(tile[r]);
-  memset(a, 0, 512), memset(b, 0, 512), memset(c, 0, 256);
+  memset(a, 0, 512), memset(b, 0, 768);
   for (uint32_t j = 0; j < 8; j++)
-    for (uint32_t h = 0; h < 2; h++) {
-      uint16_t w[64];
-      uint8_t cell[64];
+    for (uint32_t h = 0; h < 2; h++)
       for (uint32_t n = 0; n < 64; n++) {
-        w[n] = tile[row_of(n)][col_of(j, n, h)];
-        cell[n] = (uint8_t)cell_of(w[n], x[row_of(n)]);
-        uint32_t nibble = (uint32_t)(w[n] >> 15) << 3 | cell[n];
-        a[64 * j + n] |= (uint8_t)(nibble << (4 * h));
-        b[64 * j + n] |= (uint8_t)((mantissa_of(w[n]) >> 2 & 15u) << (4 * h));
-        c[64 * (j / 2) + n] |= (uint8_t)((mantissa_of(w[n]) & 3u) << (4 * (j % 2) + 2 * h));
+        uint16_t w = tile[row_of(n)][col_of(j, n, h)];
+        uint32_t group = x[row_of(n)], cell = cell_of(w, group);
+        a[64 * j + n] |= (uint8_t)(((uint32_t)(w >> 15) << 3 | cell) << (4 * h));
+        put_low6(b + 192 * (j / 2) + n, 2 * (j % 2) + h, mantissa_of(w) & 63u);
+        put_weight(&side, w, cell, group);
       }
-      encode_half_line(w, cell, x, &bits, escapes, &n_escapes);
-    }
-  size_t size = (bits.n + 7) / 8;
-  while (n_escapes) /* the first one last */
-    record[size++] = escapes[--n_escapes];
-  return size;
+  return write_record(&side, record);
 }
 
 pycass_status pycass_nest_bound(uint64_t rows, uint64_t cols, pycass_nest_sizes *out) {
@@ -117,9 +124,10 @@ pycass_status pycass_nest_bound(uint64_t rows, uint64_t cols, pycass_nest_sizes 
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "nest: a matrix of %llu x %llu is out of range",
                      (unsigned long long)rows, (unsigned long long)cols);
   uint64_t tiles = (rows + 15) / 16 * ((cols + 63) / 64);
-  /* per tile: an offset, 5 bits a weight at most (T, three planes; O and T for over), an escape each */
-  uint64_t bound = round_up(4 * (tiles + 1) + tiles * (640 + NEST_MAX_ESCAPES) + NEST_SIDE_SLACK, CASS_ALIGN);
-  *out = (pycass_nest_sizes){512 * tiles, round_up(16 * tiles, CASS_ALIGN), 512 * tiles, 256 * tiles, bound};
+  /* per tile: an offset, the record's header, 5 bits a weight at most, an escape each */
+  uint64_t record = NEST_HEADER + NEST_TILE * 5 / 8 + NEST_MAX_ESCAPES;
+  uint64_t bound = round_up(4 * (tiles + 1) + tiles * record + NEST_SIDE_SLACK, CASS_ALIGN);
+  *out = (pycass_nest_sizes){512 * tiles, round_up(16 * tiles, CASS_ALIGN), 768 * tiles, bound};
   return PYCASS_OK;
 }
 
@@ -131,7 +139,7 @@ static void load_tile(const uint16_t *w, uint64_t rows, uint64_t cols, uint64_t 
 }
 
 pycass_status pycass_nest_encode(const uint16_t *w, uint64_t rows, uint64_t cols, uint8_t *a, uint8_t *x, uint8_t *b,
-                                 uint8_t *c, uint8_t *side, size_t *side_size) {
+                                 uint8_t *side, size_t *side_size) {
   pycass_nest_sizes sizes;
   RETURN_IF(pycass_nest_bound(rows, cols, &sizes));
   size_t groups = (cols + 63) / 64, tiles = (rows + 15) / 16 * groups;
@@ -145,7 +153,7 @@ pycass_status pycass_nest_encode(const uint16_t *w, uint64_t rows, uint64_t cols
                        (unsigned long long)rows, (unsigned long long)cols);
     uint32_t offset = (uint32_t)end;
     memcpy(side + 4 * t, &offset, 4);
-    end += encode_tile(tile, a + 512 * t, x + 16 * t, b + 512 * t, c + 256 * t, side + end);
+    end += encode_tile(tile, a + 512 * t, x + 16 * t, b + 768 * t, side + end);
   }
   uint32_t offset = (uint32_t)end;
   memcpy(side + 4 * tiles, &offset, 4);
@@ -171,65 +179,49 @@ pycass_status nest_check_side(const uint8_t *side, size_t size, size_t n_tiles) 
   return PYCASS_OK;
 }
 
-typedef struct BitReader {
-  const uint8_t *p;
-  size_t n;
-} BitReader;
-
-static inline uint32_t get_bit(BitReader *s) {
-  uint32_t bit = s->p[s->n / 8] >> (s->n % 8) & 1u;
-  s->n++;
-  return bit;
+/* One weight; q is its nibble if its cell is CELL_SMALL, t its T bit if it has one. */
+static uint16_t decode_weight(uint32_t nibble, uint32_t low6, uint32_t group, uint32_t t, uint32_t q, uint32_t flags,
+                              const uint8_t **escape) {
+  uint32_t cell = nibble & 7u, sign = (nibble >> 3 & 1u) << 15;
+  bool zero = cell == CELL_SMALL && q == Q_ZERO && flags & NEST_SPECIAL;
+  bool escaped = cell == CELL_SMALL && q == Q_ESCAPE && flags & NEST_HAS_ESCAPE;
+  if (zero || escaped)
+    return (uint16_t)(sign | (escaped ? (uint32_t)*--*escape : 0u) << 7 | t << 6 | low6);
+  uint32_t e = (cell == CELL_SMALL ? q : nest_exponent[cell]) + group - NEST_BIAS;
+  return (uint16_t)(sign + (e << 7) + (nest_bit6[cell] + t) * 64u + low6);
 }
 
-/* nibble, b4, c2 [64] -> w [64]; *escape is the next escape byte, backwards. */
-static void decode_half_line(const uint8_t *nibble, const uint8_t *low6, const uint8_t *group, BitReader *bits,
-                             const uint8_t **escape, uint16_t *w) {
-  uint8_t over[64] = {0}, top[64], s[64] = {0};
-  for (int n = 0; n < 64; n++)
-    if ((nibble[n] & 7) == 7)
-      over[n] = (uint8_t)get_bit(bits);
-  for (int n = 0; n < 64; n++)
-    top[n] = (uint8_t)((nibble[n] & 7) < 2 || over[n] ? get_bit(bits) : nibble[n] & 1u);
-  for (int plane = 0; plane < 3; plane++)
-    for (int n = 0; n < 64; n++)
-      if ((nibble[n] & 7) == 0)
-        s[n] |= (uint8_t)(get_bit(bits) << plane);
-  for (int n = 0; n < 64; n++) {
-    uint32_t c = nibble[n] & 7u, e = group[row_of((uint32_t)n)] - 3u + (c >> 1) - (c == 0) + over[n] - s[n];
-    if (s[n] == MAX_S)
-      e = *--*escape;
-    w[n] = (uint16_t)((nibble[n] >> 3 & 1u) << 15 | (e & 255u) << 7 | (uint32_t)top[n] << 6 | low6[n]);
-  }
-}
-
-void nest_decode_tile(const Matrix *m, size_t t, TilePairs out) {
-  const uint8_t *a = m->a + 512 * t, *b = m->b + 512 * t, *c = m->c + 256 * t;
-  BitReader bits = {m->side + load_u32(m->side + 4 * t), 0};
-  const uint8_t *escape = m->side + load_u32(m->side + 4 * t + 4);
-  for (uint32_t j = 0; j < 8; j++)
-    for (uint32_t h = 0; h < 2; h++) {
-      uint8_t nibble[64], low6[64];
-      uint16_t w[64];
-      for (uint32_t n = 0; n < 64; n++) {
-        nibble[n] = a[64 * j + n] >> (4 * h) & 15u;
-        low6[n] = (uint8_t)((b[64 * j + n] >> (4 * h) & 15u) << 2 |
-                            (c[64 * (j / 2) + n] >> (4 * (j % 2) + 2 * h) & 3u));
-      }
-      decode_half_line(nibble, low6, m->x + 16 * t, &bits, &escape, w);
-      for (uint32_t n = 0; n < 64; n++) {
-        uint32_t k = col_of(j, n, h) % 8;
-        out[4 * j + k % 4][row_of(n)][k / 4] = w[n];
-      }
+void nest_decode_tile(const Matrix *m, size_t t, TileWords out) {
+  const uint8_t *a = m->a + 512 * t, *x = m->x + 16 * t, *b = m->b + 768 * t;
+  const uint8_t *record = m->side + load_u32(m->side + 4 * t), *escape = m->side + load_u32(m->side + 4 * t + 4);
+  uint32_t header = record[0] | (uint32_t)record[1] << 8, count = header & NEST_COUNT;
+  count = count < NEST_TILE ? count : NEST_TILE;
+  const uint8_t *nibbles = record + NEST_HEADER, *bits = nibbles + (count + 1) / 2;
+  uint32_t n_q = 0, n_t = 0;
+  for (uint32_t hl = 0; hl < 16; hl++)
+    for (uint32_t n = 0; n < 64; n++) {
+      uint32_t nibble = a[64 * (hl / 2) + n] >> (4 * (hl % 2)) & 15u, cell = nibble & 7u, bit = 0, q = 0;
+      if (cell >= CELL_TOP)
+        bit = bits[n_t / 8] >> n_t % 8 & 1u, n_t++;
+      if (cell == CELL_SMALL)
+        q = n_q < count ? nibbles[n_q / 2] >> 4 * (n_q % 2) & 15u : 0, n_q++; /* count is less only if damaged */
+      out[hl][tile_word(row_of(n), n % 4)] =
+          decode_weight(nibble, get_low6(b + 192 * (hl / 4) + n, hl % 4), x[row_of(n)], bit, q, header,
+                        &escape);
     }
 }
 
-void raw_decode_tile(const Matrix *m, size_t t, TilePairs out) {
+void raw_decode_tile(const Matrix *m, size_t t, TileWords out) {
   uint16_t tile[NEST_ROWS][NEST_COLS];
   load_tile(m->raw, m->rows, m->cols, t / m->n_group * NEST_ROWS, t % m->n_group * NEST_COLS, tile);
-  for (int r = 0; r < NEST_ROWS; r++)
-    for (int k = 0; k < NEST_COLS; k++)
-      out[k / 8 * 4 + k % 4][r][k % 8 / 4] = tile[r][k];
+  for (uint32_t hl = 0; hl < 16; hl++)
+    for (uint32_t n = 0; n < 64; n++)
+      out[hl][tile_word(row_of(n), n % 4)] = tile[row_of(n)][col_of(hl / 2, n, hl % 2)];
+}
+
+/* Column k of row r. */
+static inline uint16_t tile_at(TileWords tile, uint32_t r, uint32_t k) {
+  return tile[k / 8 * 2 + k % 2][tile_word(r, k % 8 / 2)];
 }
 
 /* ---- rows, and whole draft matrices ------------------------------------------------------------- */
@@ -250,17 +242,19 @@ void matrix_row_draft(const Matrix *m, uint32_t row, float *out) {
     out[k] = draft_value(m->a, m->x, t0 + k / NEST_COLS, row % NEST_ROWS, k % NEST_COLS);
 }
 
-void matrix_row_exact(const Matrix *m, uint32_t row, float *out) {
+void matrix_row_exact(const Matrix *m, uint32_t row, float *out) { matrix_row_decode(m, row, nest_decode_tile, out); }
+
+void matrix_row_decode(const Matrix *m, uint32_t row, void (*decode)(const Matrix *, size_t, TileWords), float *out) {
   if (m->codec == PYCASS_CODEC_RAW) {
     for (uint32_t k = 0; k < m->cols; k++)
       out[k] = bf16_to_f32(m->raw[(size_t)row * m->cols + k]);
     return;
   }
   for (uint32_t g = 0; g < m->n_group; g++) {
-    TilePairs tile;
-    nest_decode_tile(m, (size_t)(row / NEST_ROWS) * m->n_group + g, tile);
+    TileWords tile;
+    decode(m, (size_t)(row / NEST_ROWS) * m->n_group + g, tile);
     for (uint32_t k = 0; k < NEST_COLS && g * NEST_COLS + k < m->cols; k++)
-      out[g * NEST_COLS + k] = bf16_to_f32(tile[k / 8 * 4 + k % 4][row % NEST_ROWS][k % 8 / 4]);
+      out[g * NEST_COLS + k] = bf16_to_f32(tile_at(tile, row % NEST_ROWS, k));
   }
 }
 
@@ -270,12 +264,12 @@ void matrix_bits(const Matrix *m, uint16_t *out) {
     return;
   }
   for (size_t t = 0; t < matrix_tiles(m); t++) {
-    TilePairs tile;
+    TileWords tile;
     nest_decode_tile(m, t, tile);
     size_t r0 = t / m->n_group * NEST_ROWS, k0 = t % m->n_group * NEST_COLS;
     for (size_t r = r0; r < m->rows && r < r0 + NEST_ROWS; r++)
       for (size_t k = 0; k < min_size(NEST_COLS, m->cols - k0); k++)
-        out[r * m->cols + k0 + k] = tile[k / 8 * 4 + k % 4][r - r0][k % 8 / 4];
+        out[r * m->cols + k0 + k] = tile_at(tile, (uint32_t)(r - r0), (uint32_t)k);
   }
 }
 

@@ -3,7 +3,7 @@
 #include "format.h"
 
 static const uint8_t magic[8] = {0x89, 'C', 'A', 'S', 'S', '\r', '\n', 0x1a};
-enum { HEADER_SIZE = 4096, VERSION = 1, ENTRY_SIZE = 32, MAX_DIM = 1 << 28 };
+enum { HEADER_SIZE = 4096, VERSION = 2, ENTRY_SIZE = 32, MAX_DIM = 1 << 28 };
 static const char *const section_name[N_SECTION] = {"speculation", "verification", "config", "directory", "json"};
 
 /* ---- header ------------------------------------------------------------------------------------- */
@@ -20,8 +20,10 @@ static pycass_status check_header(const uint8_t *data, size_t size) {
     return cass_fail(PYCASS_ERR_NOT_CASS, "this is not a .cass file");
   if (size < 12)
     return cass_fail(PYCASS_ERR_TRUNCATED, "the file ends in its header");
-  if (load_u32(data + 8) != VERSION)
-    return cass_fail(PYCASS_ERR_VERSION, "format version %u; this build reads version %u", load_u32(data + 8), VERSION);
+  uint32_t version = load_u32(data + 8);
+  if (version != VERSION)
+    return cass_fail(PYCASS_ERR_VERSION, "the file has format version %u, this build reads version %u: %s", version,
+                     VERSION, version < VERSION ? "convert the model again" : "it needs a newer pycass");
   if (size < HEADER_SIZE)
     return cass_fail(PYCASS_ERR_TRUNCATED, "the file ends in its header");
   if (pycass_crc32c(0, data, HEADER_SIZE - 4) != load_u32(data + HEADER_SIZE - 4))
@@ -129,10 +131,9 @@ typedef struct Part {
   const uint8_t *data;
   uint64_t size;
 } Part;
-enum { N_PART_KIND = 6 };
-static const uint32_t part_type[N_PART_KIND] = {PART_RAW,    PART_NEST_A, PART_NEST_X,
-                                                PART_NEST_B, PART_NEST_C, PART_NEST_SIDE};
-static const int part_section[N_PART_KIND] = {0, 0, 0, 1, 1, 1};
+enum { N_PART_KIND = 5 };
+static const uint32_t part_type[N_PART_KIND] = {PART_RAW, PART_NEST_A, PART_NEST_X, PART_NEST_B, PART_NEST_SIDE};
+static const int part_section[N_PART_KIND] = {0, 0, 0, 1, 1};
 
 static pycass_status parse_part(const Format *f, Tensor *t, const uint8_t *e, Part parts[N_PART_KIND]) {
   uint32_t type = load_u32(e), section = load_u32(e + 4) - 1;
@@ -165,11 +166,11 @@ static pycass_status bind_nest(Tensor *t, const Part p[N_PART_KIND], int n_known
   Matrix *m = &t->matrix;
   pycass_nest_sizes s;
   RETURN_IF(pycass_nest_bound(m->rows, m->cols, &s));
-  if (t->info.n_dims != 2 || n_known != 5 || p[0].data || p[1].size != s.a || p[2].size != s.x || p[3].size != s.b ||
-      p[4].size != s.c || p[5].size > s.side_bound)
+  if (t->info.n_dims != 2 || n_known != 4 || p[0].data || p[1].size != s.a || p[2].size != s.x || p[3].size != s.b ||
+      p[4].size > s.side_bound)
     return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: a nest tensor of this shape has other parts", t->name);
-  m->a = p[1].data, m->x = p[2].data, m->b = p[3].data, m->c = p[4].data, m->side = p[5].data;
-  if (nest_check_side(m->side, p[5].size, matrix_tiles(m)) != PYCASS_OK)
+  m->a = p[1].data, m->x = p[2].data, m->b = p[3].data, m->side = p[4].data;
+  if (nest_check_side(m->side, p[4].size, matrix_tiles(m)) != PYCASS_OK)
     return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: its side offsets are damaged", t->name);
   return PYCASS_OK;
 }

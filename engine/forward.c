@@ -1,4 +1,4 @@
-/* The CPU backend. All threads run forward_thread; it reads from top to bottom like the model's formula, and each
+/* The CPU backend. All threads run pass_thread; it reads from top to bottom like the model's formula, and each
  * barrier ends a phase whose results other threads need. Work is divided in a fixed way that no result depends on:
  * products by blocks of 16 rows, which go to whoever is free, the rest by tokens, heads or groups of
  * columns. */
@@ -36,11 +36,12 @@ pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint
               {&s->up, b * s->ld_ff},
               {&s->cos_sin, b * c->head_dim},
               {&s->logits, (size_t)n_logits * s->ld_vocab},
-              {&s->scores, n_threads * s->ld_scores},
+              {&s->scores, (size_t)n_threads * (c->n_head / c->n_head_kv) * s->ld_scores},
               {&s->acts.scale, b * wide / NEST_COLS}};
   bool ok = true;
   for (size_t i = 0; i < sizeof want / sizeof *want; i++)
     ok &= (*want[i].p = cass_alloc(want[i].n * sizeof(float))) != NULL;
+  ok &= (s->panels = cass_alloc(round_up(b, PANEL_TOKENS) * wide * sizeof(uint16_t))) != NULL;
   ok &= (s->acts.q = cass_alloc(b * wide)) != NULL;
   ok &= (s->acts.sum = cass_alloc(b * wide / NEST_COLS * sizeof(int32_t))) != NULL;
   if (ok)
@@ -51,7 +52,7 @@ pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint
 
 void state_free(State *s) {
   void *all[] = {s->x,       s->h,      s->q,      s->k,      s->v,          s->att,        s->gate, s->up,
-                 s->cos_sin, s->logits, s->scores, s->acts.q, s->acts.scale, s->acts.sum};
+                 s->cos_sin, s->logits, s->scores, s->panels, s->acts.q,     s->acts.scale, s->acts.sum};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     cass_free(all[i]);
   *s = (State){0};
@@ -74,31 +75,18 @@ typedef struct Product {
   size_t ldy;
 } Product;
 
-/* Tokens [first, n) of a buffer, and what quantize() made of them. */
-typedef struct Input {
-  const float *x;
-  size_t ldx;
-  QuantActs acts;
-  uint32_t m;
-} Input;
-
-static Input input(const Pass *p, const float *x, size_t ldx, uint32_t first) {
-  const QuantActs *a = &p->state->acts;
-  size_t skip = first * ldx;
-  return (Input){x + skip, ldx, {a->q + skip, a->scale + skip / NEST_COLS, a->sum + skip / NEST_COLS}, p->n - first};
-}
-
 /* Row blocks [from, to) of a product. */
-static void multiply_blocks(const Pass *p, const Product *product, const Input *in, uint32_t from, uint32_t to) {
+static void multiply_blocks(const Pass *p, const Product *product, uint32_t m, uint32_t from, uint32_t to) {
   const Kernels *kernels = p->model->kernels;
   if (p->draft && product->w->codec == PYCASS_CODEC_NEST)
-    kernels->matmul_draft(product->y, product->ldy, product->w, &in->acts, in->m, from, to);
+    kernels->matmul_draft(product->y, product->ldy, product->w, &p->state->acts, m, from, to);
   else
-    kernels->matmul(product->y, product->ldy, product->w, in->x, in->ldx, in->m, from, to);
+    kernels->matmul(product->y, product->ldy, product->w, p->state->panels, m, from, to);
 }
 
-/* Products of the same input: their row blocks are one list, shared out piece by piece. */
-static void multiply(const Pass *p, const Product *list, int n, Input in) {
+/* Products of m tokens' activations, the ones made last by ready(): their row blocks are one list, shared out piece by
+ * piece. */
+static void multiply(const Pass *p, const Product *list, int n, uint32_t m) {
   uint32_t total = 0, from, to;
   for (int i = 0; i < n; i++)
     total += list[i].w->n_block;
@@ -106,16 +94,26 @@ static void multiply(const Pass *p, const Product *list, int n, Input in) {
     for (int i = 0, first = 0; i < n; first += (int)list[i++].w->n_block) {
       uint32_t low = (uint32_t)first, high = low + list[i].w->n_block;
       if (from < high && to > low)
-        multiply_blocks(p, &list[i], &in, from > low ? from - low : 0, (to < high ? to : high) - low);
+        multiply_blocks(p, &list[i], m, from > low ? from - low : 0, (to < high ? to : high) - low);
     }
 }
 
-/* Columns of groups [from, to) of token i, as int8 for the draft; acts are laid out for n_group groups a token. */
-static void quantize(const Pass *p, uint32_t i, const float *row, uint32_t n_group, Range r) {
+/* Groups r of a row of n activations, of the product's token i, as the product wants them. Columns from n on are made
+ * zero: a NaN there would spoil every sum, padding weights or not. */
+static void ready(const Pass *p, uint32_t i, float *row, uint32_t n, Range r) {
+  const Kernels *kernels = p->model->kernels;
+  uint32_t n_group = (n + NEST_COLS - 1) / NEST_COLS;
+  float *x = row + (size_t)r.from * NEST_COLS;
+  if (r.to == n_group)
+    memset(row + n, 0, ((size_t)n_group * NEST_COLS - n) * sizeof *row);
+  if (!p->draft || p->model->has_raw)
+    kernels->round(p->state->panels + panel_at(i, n_group, r.from), x, r.to - r.from);
+  if (!p->draft)
+    return;
   const QuantActs *a = &p->state->acts;
   size_t at = (size_t)i * n_group + r.from;
   QuantActs part = {a->q + at * NEST_COLS, a->scale + at, a->sum + at};
-  p->model->kernels->quantize(&part, row + (size_t)r.from * NEST_COLS, 0, 1, r.to - r.from);
+  kernels->quantize(&part, x, 0, 1, r.to - r.from);
 }
 
 /* ---- phases ------------------------------------------------------------------------------------- */
@@ -124,7 +122,11 @@ static void embed(const Pass *p, uint32_t i) {
   const pycass_config *c = &p->model->config;
   State *s = p->state;
   float *x = s->x + (size_t)i * s->ld_embd, *cos_sin = s->cos_sin + (size_t)i * c->head_dim;
-  (p->draft ? matrix_row_draft : matrix_row_exact)(&p->model->embedding, (uint32_t)p->ids[i], x);
+  const Matrix *rows = &p->model->embedding;
+  if (p->draft)
+    matrix_row_draft(rows, (uint32_t)p->ids[i], x);
+  else
+    matrix_row_decode(rows, (uint32_t)p->ids[i], p->model->kernels->nest_decode_tile, x);
   for (uint32_t j = 0; j < c->head_dim / 2; j++) {
     /* the angle is a float product, as in the implementations that models are trained with */
     float angle = (float)(p->pos + i) * p->model->rope_inv_freq[j];
@@ -133,16 +135,15 @@ static void embed(const Pass *p, uint32_t i) {
   }
 }
 
-/* h = norm(x), after x += h if there is something to add */
-static void add_norm(const Pass *p, uint32_t i, bool add, const uint16_t *weight) {
+/* h = norm(x), after x += h if there is something to add; ready for a product whose first token is the given one */
+static void add_norm(const Pass *p, uint32_t i, bool add, const uint16_t *weight, uint32_t first) {
   const pycass_config *c = &p->model->config;
   State *s = p->state;
   float *x = s->x + (size_t)i * s->ld_embd, *h = s->h + (size_t)i * s->ld_embd;
   if (add)
     p->model->kernels->add(x, h, c->n_embd);
   p->model->kernels->rmsnorm(h, x, weight, c->n_embd, c->rms_eps);
-  if (p->draft)
-    quantize(p, i, h, s->ld_embd / NEST_COLS, (Range){0, s->ld_embd / NEST_COLS});
+  ready(p, i - first, h, c->n_embd, (Range){0, s->ld_embd / NEST_COLS});
 }
 
 static void norm_heads(const Pass *p, float *x, uint32_t n_head, const uint16_t *weight) {
@@ -176,7 +177,18 @@ static void finish_qkv(const Pass *p, uint32_t i, const Layer *l, uint32_t layer
   }
 }
 
-static void attend(const Pass *p, uint32_t i, uint32_t head, uint32_t layer, float *scores) {
+/* True if a head is whole groups, so that whoever attends can make its part ready for the product. */
+static bool heads_are_groups(const Pass *p) { return p->model->config.head_dim % NEST_COLS == 0; }
+
+/* Heads of a KV head's group that attend together: all, or fewer to give every thread some. */
+static uint32_t heads_together(const Pass *p, uint32_t n_threads) {
+  uint32_t group = p->model->config.n_head / p->model->config.n_head_kv, parts = 1;
+  while (parts < group && (uint64_t)p->n * p->model->config.n_head_kv * parts < 2 * (uint64_t)n_threads)
+    parts++;
+  return (group + parts - 1) / parts;
+}
+
+static void attend(const Pass *p, uint32_t i, uint32_t head, uint32_t n_head, uint32_t layer, float *scores) {
   const pycass_config *c = &p->model->config;
   State *s = p->state;
   size_t at = kv_at(p->kv, layer, head / (c->n_head / c->n_head_kv), 0);
@@ -184,12 +196,28 @@ static void attend(const Pass *p, uint32_t i, uint32_t head, uint32_t layer, flo
                      .k = p->kv->k + at,
                      .v = p->kv->v + at,
                      .stride = c->head_dim,
+                     .n_head = n_head,
                      .n_pos = p->pos + i + 1,
                      .head_dim = c->head_dim,
                      .scale = 1.0f / sqrtf((float)c->head_dim),
                      .scores = scores,
+                     .ld_scores = s->ld_scores,
                      .out = s->att + (size_t)i * s->ld_q + (size_t)head * c->head_dim};
   p->model->kernels->attention(&a);
+  uint32_t n = c->head_dim / NEST_COLS;
+  if (heads_are_groups(p))
+    ready(p, i, s->att + (size_t)i * s->ld_q, c->n_head * c->head_dim, (Range){head * n, (head + n_head) * n});
+}
+
+/* All heads of all tokens: a unit of work is a few heads of one token. */
+static void attend_all(const Pass *p, uint32_t layer, uint32_t thread, uint32_t n_threads, float *scores) {
+  const pycass_config *c = &p->model->config;
+  uint32_t group = c->n_head / c->n_head_kv, together = heads_together(p, n_threads);
+  uint32_t parts = (group + together - 1) / together, units = c->n_head_kv * parts;
+  for (uint32_t n = thread; n < p->n * units; n += n_threads) {
+    uint32_t unit = n % units, first = unit % parts * together;
+    attend(p, n / units, unit / parts * group + first, first + together < group ? together : group - first, layer, scores);
+  }
 }
 
 /* gate = silu(gate) * up for a range of column groups of one token */
@@ -197,16 +225,14 @@ static void activate(const Pass *p, uint32_t i, Range r) {
   State *s = p->state;
   size_t at = (size_t)i * s->ld_ff + (size_t)r.from * NEST_COLS;
   p->model->kernels->swiglu(s->gate + at, s->up + at, (size_t)(r.to - r.from) * NEST_COLS);
-  if (p->draft)
-    quantize(p, i, s->gate + (size_t)i * s->ld_ff, s->ld_ff / NEST_COLS, r);
+  ready(p, i, s->gate + (size_t)i * s->ld_ff, p->model->config.n_ff, r);
 }
 
-static void forward_thread(void *arg, uint32_t thread, uint32_t n_threads) {
-  const Pass *p = arg;
+static void pass_thread(const Pass *p, uint32_t thread, uint32_t n_threads) {
   const pycass_model *m = p->model;
   const pycass_config *c = &m->config;
   State *s = p->state;
-  float *scores = s->scores + thread * s->ld_scores;
+  float *scores = s->scores + (size_t)thread * (c->n_head / c->n_head_kv) * s->ld_scores;
 
   for (uint32_t i = thread; i < p->n; i += n_threads)
     embed(p, i);
@@ -214,44 +240,49 @@ static void forward_thread(void *arg, uint32_t thread, uint32_t n_threads) {
     const Layer *l = &m->layer[layer];
 
     for (uint32_t i = thread; i < p->n; i += n_threads)
-      add_norm(p, i, layer > 0, l->attn_norm);
+      add_norm(p, i, layer > 0, l->attn_norm, 0);
     pool_barrier(p->pool);
     Product qkv[] = {{&l->q, s->q, s->ld_q}, {&l->k, s->k, s->ld_kv}, {&l->v, s->v, s->ld_kv}};
-    multiply(p, qkv, 3, input(p, s->h, s->ld_embd, 0));
+    multiply(p, qkv, 3, p->n);
     pool_barrier(p->pool);
     for (uint32_t i = thread; i < p->n; i += n_threads)
       finish_qkv(p, i, l, layer);
     pool_barrier(p->pool);
-    for (uint32_t n = thread; n < p->n * c->n_head; n += n_threads)
-      attend(p, n / c->n_head, n % c->n_head, layer, scores);
+    attend_all(p, layer, thread, n_threads, scores);
     pool_barrier(p->pool);
-    if (p->draft) {
+    if (!heads_are_groups(p)) {
       for (uint32_t i = thread; i < p->n; i += n_threads)
-        quantize(p, i, s->att + (size_t)i * s->ld_q, s->ld_q / NEST_COLS, (Range){0, s->ld_q / NEST_COLS});
+        ready(p, i, s->att + (size_t)i * s->ld_q, c->n_head * c->head_dim, (Range){0, s->ld_q / NEST_COLS});
       pool_barrier(p->pool);
     }
-    multiply(p, &(Product){&l->o, s->h, s->ld_embd}, 1, input(p, s->att, s->ld_q, 0));
+    multiply(p, &(Product){&l->o, s->h, s->ld_embd}, 1, p->n);
     pool_barrier(p->pool);
 
     for (uint32_t i = thread; i < p->n; i += n_threads)
-      add_norm(p, i, true, l->ffn_norm);
+      add_norm(p, i, true, l->ffn_norm, 0);
     pool_barrier(p->pool);
     Product mlp[] = {{&l->gate, s->gate, s->ld_ff}, {&l->up, s->up, s->ld_ff}};
-    multiply(p, mlp, 2, input(p, s->h, s->ld_embd, 0));
+    multiply(p, mlp, 2, p->n);
     pool_barrier(p->pool);
     for (uint32_t i = 0; i < p->n; i++)
       activate(p, i, share(s->ld_ff / NEST_COLS, thread, n_threads));
     pool_barrier(p->pool);
-    multiply(p, &(Product){&l->down, s->h, s->ld_embd}, 1, input(p, s->gate, s->ld_ff, 0));
+    multiply(p, &(Product){&l->down, s->h, s->ld_embd}, 1, p->n);
     pool_barrier(p->pool);
   }
   if (!p->n_logits)
     return;
   uint32_t first = p->n - p->n_logits;
   for (uint32_t i = first + thread; i < p->n; i += n_threads)
-    add_norm(p, i, true, m->norm);
+    add_norm(p, i, true, m->norm, first);
   pool_barrier(p->pool);
-  multiply(p, &(Product){&m->output, s->logits, s->ld_vocab}, 1, input(p, s->h, s->ld_embd, first));
+  multiply(p, &(Product){&m->output, s->logits, s->ld_vocab}, 1, p->n_logits);
+}
+
+static void forward_thread(void *arg, uint32_t thread, uint32_t n_threads) {
+  uint64_t denormals = flush_denormals();
+  pass_thread(arg, thread, n_threads);
+  restore_denormals(denormals);
 }
 
 void forward(const Pass *pass) { pool_run(pass->pool, pass->n_threads, forward_thread, (void *)(uintptr_t)pass); }

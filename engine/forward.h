@@ -6,7 +6,7 @@
 #include "model.h"
 #include "threads.h"
 
-/* Working memory of a pass. A leading dimension is the width rounded up to 64; the padding stays finite. */
+/* Working memory of a pass. A leading dimension is the width rounded up to 64; what lies in the padding does not matter. */
 typedef struct State {
   uint32_t n_batch;       /* most tokens of a pass */
   uint32_t n_logits;      /* most rows of logits of a pass */
@@ -18,9 +18,10 @@ typedef struct State {
   float *gate, *up;       /* [n_batch][ld_ff] */
   float *cos_sin;         /* [n_batch][head_dim] */
   float *logits;          /* [n_logits][ld_vocab] */
-  float *scores;          /* [n_threads][ld_scores] */
+  float *scores;          /* [n_threads][n_head / n_head_kv][ld_scores] */
   size_t ld_scores;
-  QuantActs acts;         /* [n_batch][the widest input] */
+  uint16_t *panels;       /* activations of a product, for the target: [n_batch][the widest input] */
+  QuantActs acts;         /* and for the draft */
 } State;
 
 pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits, uint32_t n_ctx,

@@ -1,12 +1,51 @@
 /* The CPU function table. kernels_cpu/scalar.c is its specification: every set computes the same bits, but for amx,
- * whose target matmul splits activations into BF16 pieces (see kernels_cpu/amx.c).
+ * whose instruction adds in an order of its own (see kernels_cpu/amx.c).
  *
  * One order. Every result depends on its own row and token only: never on m, on the range of row blocks or on the
- * number of threads. */
+ * number of threads.
+ *
+ * Denormals count as zero, as BF16 instructions have it: callers hold flush_denormals() around all of these. */
 #ifndef CASS_KERNELS_H
 #define CASS_KERNELS_H
 
 #include "codec.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+/* From here on, float operations of this thread take denormals for zero and give zero for them. Returns what
+ * restore_denormals() wants. */
+static inline uint64_t flush_denormals(void) {
+#if defined(__x86_64__)
+  uint32_t before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040u);
+  return before;
+#elif defined(__aarch64__)
+  uint64_t before;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+  __asm__ volatile("msr fpcr, %0" : : "r"(before | 1u << 24));
+  return before;
+#else
+  return 0;
+#endif
+}
+static inline void restore_denormals(uint64_t before) {
+#if defined(__x86_64__)
+  _mm_setcsr((uint32_t)before);
+#elif defined(__aarch64__)
+  __asm__ volatile("msr fpcr, %0" : : "r"(before));
+#else
+  (void)before;
+#endif
+}
+
+/* Activations for the target: BF16, in panels of 8 tokens, [ceil(m / 8)][n_group][half line][8][4]. The four are the
+ * columns of the half line, as in TileWords. */
+enum { PANEL_TOKENS = 8, PANEL_WORDS = PANEL_TOKENS * NEST_COLS };
+static inline size_t panel_at(size_t token, size_t n_group, size_t group) {
+  return (token / PANEL_TOKENS * n_group + group) * PANEL_WORDS + token % PANEL_TOKENS * 4;
+}
 
 /* Activations for the draft: int8 per group of 64 columns.
  *   scale = max|x| / 8890 (127 for int8, 70 for the cells), q = rint(x * (127 / max|x|)), 0 where max|x| = 0. */
@@ -16,28 +55,34 @@ typedef struct QuantActs {
   int32_t *sum;   /* [m][n_group]: of the q of a group */
 } QuantActs;
 
-/* Attention of one query head: keys and values of one KV head, [position][stride] BF16. */
+/* Attention of the query heads that share a KV head: keys and values are [position][stride] BF16. A head's result does
+ * not depend on the others'. */
 typedef struct AttentionArgs {
-  const float *q;      /* [head_dim] */
+  const float *q;      /* [n_head][head_dim] */
   const uint16_t *k, *v;
   size_t stride;       /* in elements, between positions */
+  uint32_t n_head;     /* 1 .. */
   uint32_t n_pos;      /* positions seen: 0 .. n_pos - 1 */
   uint32_t head_dim;
   float scale;         /* 1 / sqrt(head_dim) */
-  float *scores;       /* scratch [n_pos + 16] */
-  float *out;          /* [head_dim] */
+  float *scores;       /* scratch [n_head][ld_scores], ld_scores >= n_pos + 16 */
+  size_t ld_scores;
+  float *out;          /* [n_head][head_dim] */
 } AttentionArgs;
 
 typedef struct Kernels {
   const char *name;
   /* Tile t of a nest matrix to exact bits, as nest_decode_tile. */
-  void (*nest_decode_tile)(const Matrix *w, size_t t, TilePairs out);
+  void (*nest_decode_tile)(const Matrix *w, size_t t, TileWords out);
 
-  /* y[i][r] = sum over k of W[r][k] x[i][k] for i < m and the row blocks [block0, block1): target arithmetic.
-   * x [m][ldx], ldx >= 64 n_group, zero from cols on; y [m][ldy], ldy >= 16 n_block.
-   * Order: two accumulators a row and token; s0 takes columns with k % 8 < 4, s1 the others, each in ascending
-   * order with fused multiply-adds from zero; y = s0 + s1. */
-  void (*matmul)(float *y, size_t ldy, const Matrix *w, const float *x, size_t ldx, uint32_t m, uint32_t block0,
+  /* Groups [0, n_group) of a token's activations x to BF16, to nearest even; NaN stays NaN. panels points at the token's
+   * place in the first of them. */
+  void (*round)(uint16_t *panels, const float *x, uint32_t n_group);
+  /* y[i][r] = sum over k of W[r][k] x[i][k] for i < m and the row blocks [block0, block1): target arithmetic, BF16 times
+   * BF16 into float. Panels are zero from cols on; y [m][ldy], ldy >= 16 n_block.
+   * Order: two accumulators a row and token, each from zero, with fused multiply-adds. Half lines in turn, s0 takes of
+   * each the columns +2, +0, s1 the columns +6, +4; y = s0 + s1. */
+  void (*matmul)(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
                  uint32_t block1);
 
   /* x [m][ldx] -> q, padded with zeros to whole groups. */

@@ -11,7 +11,7 @@ struct pycass_file {
   Format format;
 };
 
-pycass_status loader_open(const char *path, bool use_mmap, pycass_file **out);
+pycass_status loader_open(const char *path, pycass_loading loading, pycass_file **out);
 pycass_status loader_lock(const pycass_file *file); /* mlock */
 
 #endif

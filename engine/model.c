@@ -26,6 +26,7 @@ static pycass_status bind_matrix(Binder *b, const char *name, uint64_t rows, uin
   RETURN_IF(find(b, name, rows, cols, true, &t));
   *out = t->matrix;
   b->m->has_draft |= t->matrix.codec != PYCASS_CODEC_RAW;
+  b->m->has_raw |= t->matrix.codec == PYCASS_CODEC_RAW;
   b->m->draft_bytes += t->info.speculation_bytes;
   b->m->target_bytes += t->info.speculation_bytes + t->info.verification_bytes;
   return PYCASS_OK;
@@ -108,7 +109,7 @@ static pycass_status set_rope(pycass_model *m, const pycass_model_options *o) {
 
 static pycass_status load(pycass_model *m, const char *path, const pycass_model_options *o) {
   RETURN_IF(kernels_select(o ? o->kernel : NULL, &m->kernels));
-  RETURN_IF(loader_open(path, !(o && o->no_mmap), &m->file));
+  RETURN_IF(loader_open(path, o ? o->loading : PYCASS_LOAD_AUTO, &m->file));
   m->config = m->file->format.config;
   RETURN_IF(bind(m));
   RETURN_IF(set_rope(m, o));

@@ -117,13 +117,13 @@ PYCASS_API size_t pycass_bf16_find_nonfinite(const uint16_t *v, size_t n);
 /* nest (docs/format.md, "nest"): sizes in bytes of the parts of a [rows, cols] matrix. */
 typedef struct pycass_nest_sizes {
   size_t a, x;    /* speculation data: cells, group exponents */
-  size_t b, c;    /* verification data: mantissa bits 5..2, bits 1..0 */
+  size_t b;       /* verification data: mantissa bits 5..0 */
   size_t side_bound; /* the side part is at most this long */
 } pycass_nest_sizes;
 PYCASS_API pycass_status pycass_nest_bound(uint64_t rows, uint64_t cols, pycass_nest_sizes *out);
 /* w [rows][cols] row-major BF16. The parts are caller-owned, of the sizes above; *side_size <= side_bound. */
 PYCASS_API pycass_status pycass_nest_encode(const uint16_t *w, uint64_t rows, uint64_t cols, uint8_t *a, uint8_t *x,
-                                            uint8_t *b, uint8_t *c, uint8_t *side, size_t *side_size);
+                                            uint8_t *b, uint8_t *side, size_t *side_size);
 /* The draft's values of a nest matrix as float32 [rows][cols]; the encoder's own parts as input. */
 PYCASS_API pycass_status pycass_nest_decode_draft(const uint8_t *a, const uint8_t *x, uint64_t rows, uint64_t cols,
                                                   float *out);
@@ -132,9 +132,13 @@ PYCASS_API pycass_status pycass_nest_decode_draft(const uint8_t *a, const uint8_
 
 typedef struct pycass_model pycass_model;
 
+/* How a file's bytes come to memory. Read into huge pages they stream by faster, mapped they are shared with other
+ * processes. AUTO reads if there is room for a copy. */
+typedef enum pycass_loading { PYCASS_LOAD_AUTO, PYCASS_LOAD_MAP, PYCASS_LOAD_READ } pycass_loading;
+
 typedef struct pycass_model_options {
-  const char *kernel;    /* "scalar", "avx2", "avx512", "amx"; NULL: $PYCASS_KERNEL, else the best that runs */
-  int no_mmap;           /* read into memory instead of mapping the file */
+  const char *kernel;    /* "scalar", "avx2", "avx512", "avx512bf16", "amx"; NULL: $PYCASS_KERNEL, else the best that runs */
+  pycass_loading loading;
   int mlock;             /* keep the weights resident */
   const float *rope_inv_freq; /* [head_dim / 2], replaces the file's; NULL: the file's */
   float rope_attention_factor; /* goes with rope_inv_freq */
@@ -202,11 +206,14 @@ PYCASS_API pycass_sampling pycass_sampling_default(void); /* greedy, everything 
 
 typedef enum pycass_spec_mode { PYCASS_SPEC_OFF = 0, PYCASS_SPEC_ON = 1, PYCASS_SPEC_AUTO = 2 } pycass_spec_mode;
 typedef struct pycass_speculation {
-  pycass_spec_mode mode; /* auto: measures, and turns itself off when it does not pay */
-  int32_t draft_max;     /* 1..16 */
+  pycass_spec_mode mode; /* auto: measures, and turns drafting off when it does not pay */
+  int32_t draft_max;     /* 1..16: tokens that the draft makes in a step */
   int32_t draft_fixed;   /* nonzero: always draft_max tokens, no adaptation, no early stop */
+  int32_t ngram;         /* nonzero: what followed the last tokens where they stood before is guessed too. It is not
+                            counted in draft_max; all guesses of a step are at most 31. With draft_fixed: wherever
+                            there is such a place, but every fourth token is the draft's */
 } pycass_speculation;
-PYCASS_API pycass_speculation pycass_speculation_default(void); /* auto, 8 */
+PYCASS_API pycass_speculation pycass_speculation_default(void); /* auto, 8, ngram */
 
 /* Sets how pycass_session_next chooses, and clears the session's statistics. */
 PYCASS_API pycass_status pycass_session_configure(pycass_session *session, const pycass_sampling *sampling,
@@ -229,10 +236,11 @@ typedef struct pycass_stats {
   uint64_t tokens;         /* returned by next */
   double decode_ms;        /* spent in next */
   uint64_t steps;          /* target passes in next */
-  uint64_t drafted, accepted;
+  uint64_t drafted, accepted; /* guessed tokens, and those that were right */
+  uint64_t ngram_drafted, ngram_accepted; /* of these, looked up (pycass_speculation.ngram) */
   double draft_ms, verify_ms;
   uint64_t bytes_read;     /* weight and KV bytes owed by next's passes */
-  int spec_disabled;       /* auto turned speculation off */
+  int spec_disabled;       /* auto turned drafting off */
   double plain_ms_per_token, spec_ms_per_token; /* what auto measured; 0: not measured */
 } pycass_stats;
 PYCASS_API void pycass_session_stats(const pycass_session *session, pycass_stats *out);

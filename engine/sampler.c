@@ -142,27 +142,47 @@ static size_t collect(Sampler *s, const float *logits, float lowest) {
   return n;
 }
 
+/* The k-th largest logit: a heap of the k largest so far, negated, so that the least of them is on top. */
+static float kth_largest(Sampler *s, const float *logits, size_t k) {
+  Candidate *heap = s->candidates;
+  for (size_t i = 0; i < k; i++)
+    heap[i] = (Candidate){INFINITY, 0};
+  for (uint32_t i = 0; i < s->n_token; i++)
+    if (logits[i] > -heap[0].logit) {
+      heap[0].logit = -logits[i];
+      sift(heap, k, 0);
+    }
+  return -heap[0].logit;
+}
+
 /* The survivors of top-k, top-p and min-p: each looks at the probabilities at temperature 1 of what the one before
- * it left, as in llama.cpp. They lie at the end of s->candidates. */
+ * it left, as in llama.cpp. They lie at the end of s->candidates. Only those that can survive are sorted at all. */
 static const Candidate *survivors(Sampler *s, const float *logits, size_t *n_out) {
   const pycass_sampling *o = &s->options;
-  float top = s->kernels->max(logits, s->n_token);
-  bool only_min_p = o->min_p > 0 && o->top_p >= 1 && !o->top_k; /* then no sorting is needed */
-  size_t all = collect(s, logits, only_min_p ? top + logf(o->min_p) : -INFINITY), n = all;
+  float top = s->kernels->max(logits, s->n_token), lowest = -INFINITY;
+  double total = 0, mass = 0;
+  bool only_min_p = !o->top_k && o->top_p >= 1; /* then no sorting is needed */
+  if (o->top_k) {
+    lowest = kth_largest(s, logits, min_size((size_t)o->top_k, s->n_token));
+  } else if (only_min_p) {
+    lowest = top + logf(o->min_p);
+  } else {
+    /* all that are further below the best have less than 1 - top_p of the mass together */
+    total = (double)s->kernels->sum_exp(logits, s->n_token, top);
+    lowest = top - logf((float)s->n_token / ((1 - o->top_p) * (float)total)) - 0.01f;
+  }
+  size_t all = collect(s, logits, lowest), n = all;
   *n_out = all;
-  if (only_min_p || (!o->top_k && o->top_p >= 1))
+  if (only_min_p)
     return s->candidates;
   Candidate *heap = s->candidates;
   for (size_t i = n / 2; i-- > 0;)
     sift(heap, n, i);
   size_t k = o->top_k ? min_size((size_t)o->top_k, all) : all, kept = 0;
-  double total = 0, mass = 0;
   while (o->top_k && all - n < k) {
     pop(heap, &n);
     total += exp((double)(heap[n].logit - top));
   }
-  for (size_t i = 0; !o->top_k && i < all; i++)
-    total += exp((double)(heap[i].logit - top));
   for (; kept < k; kept++) {
     if (all - n == kept)
       pop(heap, &n);
@@ -183,13 +203,27 @@ static uint64_t mix(uint64_t z) { /* the finalizer of splitmix64 */
   return z ^ z >> 31;
 }
 
-/* Standard Gumbel noise of (seed, position, token). The token of largest logit / T + noise is a sample of
+/* The choice so far: the token of largest logit / T + standard Gumbel noise of (seed, position, token) is a sample of
  * softmax(logits / T). */
-static double gumbel(uint64_t seed, uint64_t position, int32_t id) {
-  uint64_t key = mix(mix(seed + 0x9e3779b97f4a7c15u) ^ (position * 0xd1342543de82ef95u));
-  uint64_t bits = mix(key + (uint64_t)(uint32_t)id * 0x9e3779b97f4a7c15u);
-  double u = ((double)(bits >> 11) + 0.5) * 0x1p-53;
-  return -log(-log(u));
+typedef struct Choice {
+  uint64_t key; /* of seed and position */
+  double temperature, score;
+  int32_t id;
+} Choice;
+
+/* Noise is -ln(-ln u), u from 53 bits. It is below (n + 1) ln 2 if n bits of u lead with ones, and below 38 always; so
+ * hardly any token needs a logarithm. */
+static inline void consider(Choice *best, float logit, int32_t id) {
+  double base = (double)logit / best->temperature;
+  if (!(base + 38 >= best->score))
+    return;
+  uint64_t bits = mix(best->key + (uint64_t)(uint32_t)id * 0x9e3779b97f4a7c15u) >> 11;
+  int ones = __builtin_clzll(~(bits << 11));
+  if (base + (ones + 1) * 0.6931471805599454 < best->score)
+    return;
+  double score = base - log(-log(((double)bits + 0.5) * 0x1p-53));
+  if (score > best->score || (score == best->score && id < best->id))
+    best->score = score, best->id = id;
 }
 
 static int32_t argmax(const Sampler *s, const float *logits) {
@@ -205,16 +239,21 @@ int32_t sampler_pick(Sampler *s, const float *bare, const int32_t *history, size
   const float *logits = changed_logits(s, bare, history, n);
   if (o->temperature == 0 || o->top_k == 1)
     return argmax(s, logits);
+  uint64_t key = mix(mix(o->seed + 0x9e3779b97f4a7c15u) ^ (n * 0xd1342543de82ef95u));
+  Choice best = {key, (double)o->temperature, -INFINITY, argmax(s, logits)};
+  if (!o->top_k && o->top_p >= 1 && o->min_p <= 0) {
+    consider(&best, logits[best.id], best.id); /* first: most others are then too far below to be considered */
+    float far = (float)((best.score - 39) * best.temperature);
+    for (uint32_t i = 0; i < s->n_token; i++)
+      if (logits[i] > far)
+        consider(&best, logits[i], (int32_t)i);
+    return best.id;
+  }
   size_t count;
   const Candidate *c = survivors(s, logits, &count);
-  double best = -INFINITY;
-  int32_t id = c[count - 1].id;
-  for (size_t i = 0; i < count; i++) {
-    double score = (double)c[i].logit / (double)o->temperature + gumbel(o->seed, n, c[i].id);
-    if (score > best || (score == best && c[i].id < id))
-      best = score, id = c[i].id;
-  }
-  return id;
+  for (size_t i = count; i-- > 0;)
+    consider(&best, c[i].logit, c[i].id);
+  return best.id;
 }
 
 float sampler_logprob(const Sampler *s, const float *logits, int32_t id) {

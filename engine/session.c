@@ -7,7 +7,7 @@
 #include "sampler.h"
 #include "spec.h"
 
-enum { DEFAULT_CTX = 4096, DEFAULT_BATCH = 512, MAX_BATCH = 4096, LOGITS_ROWS = 32 };
+enum { DEFAULT_CTX = 4096, DEFAULT_BATCH = 512, MAX_BATCH = 4096, LOGITS_ROWS = SPEC_MAX_GUESS + 1 };
 
 struct pycass_session {
   pycass_model *model;
@@ -48,8 +48,8 @@ static pycass_status choose_options(pycass_session *s, const pycass_session_opti
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "a context of %u tokens; at most %u are possible", s->n_ctx, 1u << 24);
   if (s->n_batch > s->n_ctx)
     s->n_batch = s->n_ctx;
-  if (s->n_batch < SPEC_MAX_DRAFT + 1)
-    s->n_batch = SPEC_MAX_DRAFT + 1; /* a verification is one pass */
+  if (s->n_batch < SPEC_MAX_GUESS + 1)
+    s->n_batch = SPEC_MAX_GUESS + 1; /* a verification is one pass */
   return PYCASS_OK;
 }
 
@@ -66,7 +66,7 @@ static pycass_status start(pycass_session *s, const pycass_session_options *o) {
   if (!s->tokens || !s->kv_row)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for a session");
   pycass_speculation speculation = pycass_speculation_default();
-  policy_init(&s->policy, &speculation);
+  policy_init(&s->policy, &speculation, s->model->has_draft);
   return PYCASS_OK;
 }
 
@@ -241,7 +241,7 @@ pycass_status pycass_session_configure(pycass_session *s, const pycass_sampling 
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "draft_max = %d; it must be in 1..%d", speculation->draft_max,
                      SPEC_MAX_DRAFT);
   RETURN_IF(sampler_configure(&s->sampler, sampling));
-  policy_init(&s->policy, speculation);
+  policy_init(&s->policy, speculation, s->model->has_draft);
   s->stats = (pycass_stats){0};
   return PYCASS_OK;
 }
@@ -258,61 +258,91 @@ static int32_t choose(pycass_session *s, const float *logits, pycass_token *out)
   return id;
 }
 
-/* Appends up to most draft tokens behind the pending one. Only the cache rows of positions that verification writes
- * again are touched. */
-static Draft draft(pycass_session *s, uint32_t most) {
+/* The draft's choice of the next token. It has no keys and values yet from position *evaluated on: of the pending token
+ * and of what was looked up since. They are made in the same pass. */
+static int32_t draft_token(pycass_session *s, size_t *evaluated, float *confidence) {
+  double t0 = now_ms();
+  run(s, true, *evaluated, s->n_tokens - *evaluated, 1, s->n_threads);
+  *evaluated = s->n_tokens;
+  const float *logits = logits_row(s, 0);
+  int32_t id = sampler_pick(&s->sampler, logits, s->tokens, s->n_tokens);
+  if (!s->policy.options.draft_fixed)
+    *confidence = expf(sampler_logprob(&s->sampler, logits, id));
+  double ms = now_ms() - t0;
+  policy_saw_draft(&s->policy, ms);
+  s->stats.draft_ms += ms;
+  s->stats.bytes_read += s->model->draft_bytes + kv_bytes(&s->kv, s->n_tokens);
+  return id;
+}
+
+/* Appends up to most guessed tokens behind the pending one: looked up further up in the text, or the draft's. Only the
+ * cache rows of positions that verification writes again are touched. */
+static Draft guess(pycass_session *s, uint32_t most) {
   Draft d = {0};
-  while (d.n < most && policy_continues(&s->policy, &d)) {
-    double t0 = now_ms();
-    run(s, true, s->n_tokens - 1, 1, 1, s->n_threads);
-    const float *logits = logits_row(s, 0);
-    int32_t id = sampler_pick(&s->sampler, logits, s->tokens, s->n_tokens);
-    if (!s->policy.options.draft_fixed)
-      d.confidence[d.n] = expf(sampler_logprob(&s->sampler, logits, id));
+  size_t evaluated = s->n_past;
+  for (; d.n < most; d.n++) {
+    Match match = s->policy.options.ngram ? look_up(s->tokens, s->n_tokens) : (Match){0};
+    Source source = policy_next(&s->policy, &d, match.length);
+    if (source == FROM_NOWHERE)
+      break;
+    int32_t id = source == FROM_LOOKUP ? s->tokens[match.at] : draft_token(s, &evaluated, &d.confidence[d.n]);
+    if (source == FROM_LOOKUP)
+      d.match[d.n] = match.length, d.n_lookup++;
     s->tokens[s->n_tokens++] = id;
-    d.n++;
-    double ms = now_ms() - t0;
-    policy_saw_draft(&s->policy, ms);
-    s->stats.draft_ms += ms;
-    s->stats.bytes_read += s->model->draft_bytes + kv_bytes(&s->kv, s->n_tokens - 1);
   }
   return d;
 }
 
-/* One target pass over the pending token and n_draft drafted ones. Emits the target's own choices: the accepted draft
- * tokens, which equal them, and one more. */
-static size_t verify(pycass_session *s, uint32_t n_draft, pycass_token *out) {
+/* One target pass over the pending token and n_guess guessed ones. Emits the target's own choices: the accepted guesses,
+ * which equal them, and one more. */
+static size_t verify(pycass_session *s, uint32_t n_guess, pycass_token *out) {
   double t0 = now_ms();
-  int32_t drafted[SPEC_MAX_DRAFT];
+  int32_t guessed[SPEC_MAX_GUESS];
   size_t pending = s->n_past;
-  memcpy(drafted, s->tokens + pending + 1, n_draft * sizeof *drafted);
-  run(s, false, pending, n_draft + 1, n_draft + 1, s->n_threads);
+  memcpy(guessed, s->tokens + pending + 1, n_guess * sizeof *guessed);
+  run(s, false, pending, n_guess + 1, n_guess + 1, s->n_threads);
   s->stats.bytes_read += s->model->target_bytes + kv_bytes(&s->kv, s->n_tokens);
   s->n_tokens = pending + 1;
   size_t n = 0;
   bool same = true;
   while (same) {
     int32_t id = choose(s, logits_row(s, n), &out[n]);
-    same = n < n_draft && id == drafted[n];
+    same = n < n_guess && id == guessed[n];
     n++;
   }
   s->n_past = pending + n;
   s->logits = logits_row(s, n - 1);
-  double ms = now_ms() - t0;
-  s->stats.verify_ms += ms;
-  s->stats.steps++;
-  s->stats.drafted += n_draft;
-  s->stats.accepted += n - 1;
+  s->stats.verify_ms += now_ms() - t0;
   return n;
+}
+
+static void count(pycass_session *s, const Draft *d, size_t accepted) {
+  s->stats.steps++;
+  s->stats.drafted += d->n, s->stats.accepted += accepted;
+  s->stats.ngram_drafted += d->n_lookup;
+  for (size_t i = 0; i < accepted; i++)
+    s->stats.ngram_accepted += d->match[i] > 0;
+}
+
+/* The last n tokens tell what look-ups of them would have been worth. */
+static void learn_matches(pycass_session *s, size_t n) {
+  for (size_t i = s->n_tokens - n; i < s->n_tokens; i++) {
+    Match match = look_up(s->tokens, i);
+    if (match.length)
+      policy_saw_match(&s->policy, match.length, s->tokens[match.at] == s->tokens[i]);
+  }
 }
 
 static void step(pycass_session *s, pycass_token *out, size_t capacity, size_t *n_out) {
   double t0 = now_ms(), verify0 = s->stats.verify_ms;
-  uint32_t most = (uint32_t)min_size(min_size(capacity - 1, s->n_ctx - s->n_tokens), SPEC_MAX_DRAFT);
+  uint32_t most = (uint32_t)min_size(min_size(capacity - 1, s->n_ctx - s->n_tokens), SPEC_MAX_GUESS);
   Draft d = {0};
-  if (most && s->model->has_draft && policy_drafts(&s->policy))
-    d = draft(s, most);
+  if (most && policy_guesses(&s->policy))
+    d = guess(s, most);
   *n_out = verify(s, d.n, out);
+  count(s, &d, *n_out - 1);
+  if (s->policy.options.mode != PYCASS_SPEC_OFF && s->policy.options.ngram)
+    learn_matches(s, *n_out);
   policy_saw_step(&s->policy, &d, (uint32_t)*n_out - 1, s->stats.verify_ms - verify0, now_ms() - t0);
 }
 

@@ -37,14 +37,22 @@ const char *pycass_status_string(pycass_status status) {
   return "unknown status";
 }
 
+/* calloc, since it does not touch large blocks: what is never used never becomes resident. Its own pointer stands in
+ * front of the aligned one. */
 void *cass_alloc(size_t size) {
-  if (size > SIZE_MAX - CASS_ALIGN)
+  if (size > SIZE_MAX - 2 * CASS_ALIGN)
     return NULL;
-  size = round_up(size ? size : 1, CASS_ALIGN);
-  void *p = aligned_alloc(CASS_ALIGN, size);
-  if (p)
-    memset(p, 0, size);
+  uint8_t *block = calloc(1, size + CASS_ALIGN);
+  if (!block)
+    return NULL;
+  uint8_t *p = (uint8_t *)round_up((uintptr_t)block + sizeof block, CASS_ALIGN);
+  memcpy(p - sizeof block, &block, sizeof block);
   return p;
 }
 
-void cass_free(void *p) { free(p); }
+void cass_free(void *p) {
+  void *block = NULL;
+  if (p)
+    memcpy(&block, (uint8_t *)p - sizeof block, sizeof block);
+  free(block);
+}

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { MAX_THREADS = 256, SPINS = 200, YIELDS = 2000, PIECES = 8 };
+enum { MAX_THREADS = 256, SPINS = 200, YIELDS = 2000 };
 
 typedef struct Worker {
   Pool *pool;
@@ -54,10 +54,14 @@ void pool_barrier(Pool *p) {
 }
 
 bool pool_claim(Pool *p, uint32_t n, uint32_t *from, uint32_t *to) {
-  uint32_t piece = n / (PIECES * p->n_active) + 1;
-  *from = atomic_fetch_add_explicit(&p->claimed, piece, memory_order_relaxed);
-  *to = *from + piece < n ? *from + piece : n;
-  return *from < n;
+  uint32_t at = atomic_load_explicit(&p->claimed, memory_order_relaxed);
+  do {
+    if (at >= n)
+      return false;
+    *from = at;
+    *to = at + (n - at) / (2 * p->n_active) + 1; /* less and less, so that all end together */
+  } while (!atomic_compare_exchange_weak_explicit(&p->claimed, &at, *to, memory_order_relaxed, memory_order_relaxed));
+  return true;
 }
 
 /* Returns when the run number is no longer seen. */

@@ -17,8 +17,8 @@ static int failed(const char *what, pycass_status status) {
 static pycass_status generate(pycass_session *s, const int32_t *prompt, size_t n_prompt, size_t n_new) {
   pycass_status status = pycass_session_prompt(s, prompt, n_prompt, 0, NULL, NULL);
   for (size_t done = 0, n; status == PYCASS_OK && done < n_new; done += n) {
-    pycass_token tokens[16];
-    size_t room = n_new - done < 16 ? n_new - done : 16;
+    pycass_token tokens[32];
+    size_t room = n_new - done < 32 ? n_new - done : 32;
     n = 0;
     status = pycass_session_next(s, tokens, room, &n); /* one step: as many tokens as the target accepted, plus one */
     for (size_t i = 0; i < n; i++)
@@ -32,7 +32,7 @@ static pycass_status generate(pycass_session *s, const int32_t *prompt, size_t n
 static void print_stats(const pycass_session *s) {
   pycass_stats t;
   pycass_session_stats(s, &t);
-  fprintf(stderr, "%llu tokens in %llu steps, %.1f ms; %llu of %llu drafted tokens accepted\n",
+  fprintf(stderr, "%llu tokens in %llu steps, %.1f ms; %llu of %llu guessed tokens accepted\n",
           (unsigned long long)t.tokens, (unsigned long long)t.steps, t.decode_ms, (unsigned long long)t.accepted,
           (unsigned long long)t.drafted);
 }

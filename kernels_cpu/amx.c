@@ -1,23 +1,25 @@
-/* AMX-BF16 on top of AVX-512. As avx512, but for the target product: TDPBF16PS multiplies BF16 by BF16, so activations
- * are cut into three BF16 pieces, x = high + mid + low, each the upper half of what is left. The three are exact (8 of
- * the 24 bits of a float each, all of x's sign), products are exact, and only sums are rounded.
+/* AMX-BF16 on top of AVX-512. As avx512bf16, but for the target product's order: TDPBF16PS sums the odd and the even
+ * words of 16 pairs apart, adds the two and then adds that to the sum so far.
  *
- * A result passes 17 roundings inside a TDPBF16PS at most and then one for each of the six per group, so
- *   |y - sum w x| <= (18 + 6 n_group) 2^-24 sum |w x| + 2^-120 (n_group + sum |w| + sum |x|),
+ * A result passes 17 roundings inside a TDPBF16PS at most and then one for each of the two per group, so
+ *   |y - sum w x| <= (18 + 2 n_group) 2^-24 sum |w x| + 2^-120 (n_group + sum |w| + sum |x|),
  * the last term because the instruction takes denormals for zeros. The scalar order's bound is 32 n_group 2^-24.
  *
- * One order for every m, m = 1 too: groups in turn, in each 16 pairs and 16 more, of each low, mid, high. Token rows
- * are independent in the instruction, so those that pad a block to 16 change nothing. */
+ * One order for every m, m = 1 too: groups in turn, in each 8 half lines and 8 more. Token rows are independent in the
+ * instruction, so those that pad a block to 16 change nothing. */
 #include "avx512_common.h"
 #include "sets.h"
 
-enum { ROW_BYTES = 64, AMX_TOKENS = 16, AMX_BLOCKS = 4, PIECES = 3 };
-/* Activation tiles [block][group][half][piece] of a pass, 1 KB each: a pass takes fewer groups for more tokens. */
+enum { ROW_BYTES = 64, AMX_TOKENS = 16, AMX_BLOCKS = 4 };
+/* Activation tiles [block][group][half] of a pass, 1 KB each: a pass takes fewer groups for more tokens. */
 enum { PASS_TILES = 96 };
 
+/* 16 tokens, 16 pairs: words 0, 1 and 2, 3 of eight half lines. */
 typedef uint16_t ActTile[AMX_TOKENS][32];
+/* The weights they meet: the same pairs, of 16 rows. */
+typedef uint32_t PairTile[16][NEST_ROWS];
 
-/* Tile registers: 0..3 sums of up to four blocks of 16 tokens, 4 weights, 5..7 pieces of activations. */
+/* Tile registers: 0..3 sums of up to four blocks of 16 tokens, 4 weights, 5 activations. */
 static void configure_tiles(void) {
   struct {
     uint8_t palette, start_row, reserved[14];
@@ -32,23 +34,15 @@ static void configure_tiles(void) {
 /* The intrinsics do not tell the compiler which memory they read. */
 static inline void memory_is_read(void) { __asm__ volatile("" ::: "memory"); }
 
-/* 32 columns of a token: pair p of its row in the three pieces' tiles holds columns 8 j + i and 8 j + i + 4. */
-static void cut_activations(ActTile piece[PIECES], uint32_t row, const float *x) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(4));
-  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
-  __m512 x0 = _mm512_loadu_ps(x), x1 = _mm512_loadu_ps(x + 16);
-  __m512 a = _mm512_permutex2var_ps(x0, first, x1), b = _mm512_permutex2var_ps(x0, second, x1);
-  for (int i = 0; i < PIECES; i++) {
-    __m512i top_a = _mm512_and_si512(_mm512_castps_si512(a), upper);
-    __m512i top_b = _mm512_and_si512(_mm512_castps_si512(b), upper);
-    _mm512_storeu_si512(piece[i][row], _mm512_or_si512(_mm512_srli_epi32(top_a, 16), top_b));
-    a = _mm512_sub_ps(a, _mm512_castsi512_ps(top_a));
-    b = _mm512_sub_ps(b, _mm512_castsi512_ps(top_b));
+static inline void pair_tiles(PairTile pairs[2], TileWords tile) {
+  for (int hl = 0; hl < 16; hl++) {
+    __m512 w0 = _mm512_loadu_ps(tile[hl]), w1 = _mm512_loadu_ps(tile[hl] + 32);
+    _mm512_storeu_ps(pairs[hl / 8][2 * (hl % 8)], _mm512_shuffle_ps(w0, w1, 0x88));
+    _mm512_storeu_ps(pairs[hl / 8][2 * (hl % 8) + 1], _mm512_shuffle_ps(w0, w1, 0xdd));
   }
 }
 
-/* What a pass multiplies: groups [g0, g1) of m tokens, as tiles [block][group - g0][half][piece]. */
+/* What a pass multiplies: groups [g0, g1) of m tokens, as tiles [block][group - g0][half]. */
 typedef struct Pass {
   const ActTile *act;
   size_t g0, g1;
@@ -57,19 +51,14 @@ typedef struct Pass {
 
 #define MULTIPLY_TOKENS(block)                                                                                         \
   do {                                                                                                                 \
-    const ActTile *piece_ = act + (size_t)(block) * (n_group) * 2 * PIECES;                                            \
-    _tile_loadd(5, piece_[2], ROW_BYTES);                                                                              \
-    _tile_loadd(6, piece_[1], ROW_BYTES);                                                                              \
-    _tile_loadd(7, piece_[0], ROW_BYTES);                                                                              \
+    _tile_loadd(5, act[(size_t)(block) * n_group * 2], ROW_BYTES);                                                     \
     _tile_dpbf16ps(block, 5, 4);                                                                                       \
-    _tile_dpbf16ps(block, 6, 4);                                                                                       \
-    _tile_dpbf16ps(block, 7, 4);                                                                                       \
   } while (0)
 
 /* A decoded weight tile times up to 64 tokens; n_group is the pass's. */
-static inline void multiply_tile(TilePairs tile, const ActTile *act, size_t n_group, uint32_t m) {
-  for (int half = 0; half < 2; half++, act += PIECES) {
-    _tile_loadd(4, tile[16 * half], ROW_BYTES);
+static inline void multiply_pairs(PairTile pairs[2], const ActTile *act, size_t n_group, uint32_t m) {
+  for (int half = 0; half < 2; half++, act++) {
+    _tile_loadd(4, pairs[half], ROW_BYTES);
     MULTIPLY_TOKENS(0);
     if (m > AMX_TOKENS)
       MULTIPLY_TOKENS(1);
@@ -94,10 +83,12 @@ static void pass_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
   if (p->m > 3 * AMX_TOKENS)
     _tile_loadd(3, sums[3 * AMX_TOKENS], ROW_BYTES);
   for (size_t g = p->g0; g < p->g1; g++) {
-    _Alignas(64) TilePairs tile[2]; /* in turn, so that a decoder need not wait for the last tile's readers */
-    set_decode_tile(w, block * w->n_group + g, tile[g % 2]);
+    _Alignas(64) TileWords tile;
+    _Alignas(64) PairTile pairs[2][2]; /* in turn, so that they need not wait for the last ones' readers */
+    set_decode_tile(w, block * w->n_group + g, tile);
+    pair_tiles(pairs[g % 2], tile);
     memory_is_read();
-    multiply_tile(tile[g % 2], p->act + (g - p->g0) * 2 * PIECES, p->g1 - p->g0, p->m);
+    multiply_pairs(pairs[g % 2], p->act + (g - p->g0) * 2, p->g1 - p->g0, p->m);
   }
   _tile_stored(0, sums[0], ROW_BYTES);
   if (p->m > AMX_TOKENS)
@@ -110,29 +101,30 @@ static void pass_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
     _mm512_storeu_ps(y + i * ldy, _mm512_loadu_ps(sums[i]));
 }
 
-/* Up to 64 tokens. All row blocks take the first groups, then all the next ones, so that activations are cut once and
- * stay in L2; the sums wait in y, which changes no bit of them. */
-static void amx_tokens(float *y, size_t ldy, const Matrix *w, const float *x, size_t ldx, uint32_t m, uint32_t block0,
+/* Up to 64 tokens. All row blocks take the first groups, then all the next ones, so that the activations' tiles stay in
+ * L2; the sums wait in y, which changes no bit of them. */
+static void amx_tokens(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
                        uint32_t block1) {
   _Alignas(64) ActTile act[PASS_TILES];
-  const size_t blocks = (m + AMX_TOKENS - 1) / AMX_TOKENS, groups = PASS_TILES / (2 * PIECES) / blocks;
+  const size_t blocks = (m + AMX_TOKENS - 1) / AMX_TOKENS, groups = PASS_TILES / 2 / blocks;
   memset(act, 0, sizeof act); /* rows past m */
   for (size_t g0 = 0; g0 < w->n_group; g0 += groups) {
     const Pass p = {act, g0, g0 + min_size(groups, w->n_group - g0), m};
+    const size_t n = p.g1 - g0;
     for (uint32_t i = 0; i < m; i++)
-      for (size_t half = 0; half < 2 * (p.g1 - g0); half++)
-        cut_activations(act + (i / AMX_TOKENS * 2 * (p.g1 - g0) + half) * PIECES, i % AMX_TOKENS,
-                        x + i * ldx + g0 * NEST_COLS + 32 * half);
+      for (size_t hl = 0; hl < 16 * n; hl++)
+        memcpy(act[i / AMX_TOKENS * 2 * n + hl / 8][i % AMX_TOKENS] + 4 * (hl % 8),
+               panels + panel_at(i, w->n_group, g0) + hl * PANEL_TOKENS * 4, 4 * sizeof *panels);
     for (size_t block = block0; block < block1; block++)
       pass_block(y + block * NEST_ROWS, ldy, w, block, &p);
   }
 }
 
-static void amx_matmul(float *y, size_t ldy, const Matrix *w, const float *x, size_t ldx, uint32_t m, uint32_t block0,
+static void amx_matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
                        uint32_t block1) {
   configure_tiles();
   for (uint32_t i = 0; i < m; i += AMX_BLOCKS * AMX_TOKENS)
-    amx_tokens(y + i * ldy, ldy, w, x + i * ldx, ldx,
+    amx_tokens(y + i * ldy, ldy, w, panels + panel_at(i, w->n_group, 0),
                m - i < AMX_BLOCKS * AMX_TOKENS ? m - i : AMX_BLOCKS * AMX_TOKENS, block0, block1);
   _tile_release();
 }

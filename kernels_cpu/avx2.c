@@ -1,6 +1,10 @@
 /* AVX2, FMA, BMI2. Same bits as kernels_cpu/scalar.c. */
+#include <immintrin.h>
+
 #include "sets.h"
-#include "side_bits.h"
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define UNLIKELY(x) __builtin_expect(!!(x), 0)
 
 #define V __m256
 #define V_WIDTH 8
@@ -29,8 +33,6 @@ ALWAYS_INLINE __m256 V_ZERO_BELOW(__m256 x, float limit, __m256 v) {
 ALWAYS_INLINE __m256 V_HALVES(const __m256 *v) { return _mm256_add_ps(v[0], v[1]); }
 
 #include "simd_ops.h"
-
-#define SELECT(mask, a, b) _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b))
 
 static inline __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 static inline void store(void *p, __m256i v) { _mm256_storeu_si256((__m256i *)p, v); }
@@ -76,238 +78,396 @@ static void simd_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, 
     }
 }
 
-/* ---- nest: 64 weights to exact bits ----------------------------------------------------------------- */
+/* ---- nest: tiles to exact bits ----------------------------------------------------------------------- */
 
+/* q of each weight of CELL_SMALL in turn: its bit 0 as bit 7, its bits 3..1 as bits 2..0. */
+typedef uint8_t Exponents[NEST_TILE + 64];
+enum { CODE_ZERO = 0x40, CODE_ESCAPE = 0x87 }; /* where the header says so */
+
+/* A tile while it is decoded. */
 typedef struct TileDecoder {
-  __m256i group[2]; /* G of row r in bytes 4r .. 4r + 3 */
-  const uint8_t *a, *b, *c;
-  SideReader side;
+  const uint8_t *a, *x, *b;
+  const uint8_t *bits;          /* T */
+  size_t pos;                   /* in T */
+  const uint8_t *first, *small; /* Exponents: the first, the next */
+  const uint8_t *escape;        /* past the next one, backwards */
+  uint32_t header;
+  __m256i group[4];             /* (G - NEST_BIAS) << 7 by word of the four vectors of a half line */
 } TileDecoder;
 
-ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, const Matrix *w, size_t t) {
-  d->a = w->a + 512 * t, d->b = w->b + 512 * t, d->c = w->c + 256 * t;
-  side_reader_init(&d->side, w, t);
+ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, Exponents exponents, const Matrix *w, size_t t) {
+  const __m256i rows01 = table16(_mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3));
+  const __m256i rows23 = table16(_mm_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
+  d->a = w->a + 512 * t, d->x = w->x + 16 * t, d->b = w->b + 768 * t;
+  __m256i group = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)d->x));
+  group = _mm256_slli_epi16(_mm256_sub_epi16(group, _mm256_set1_epi16(NEST_BIAS)), 7);
+  __m256i upper = _mm256_permute4x64_epi64(group, 0x50), lower = _mm256_permute4x64_epi64(group, 0xfa);
+  d->group[0] = _mm256_shuffle_epi8(upper, rows01), d->group[1] = _mm256_shuffle_epi8(lower, rows01);
+  d->group[2] = _mm256_shuffle_epi8(upper, rows23), d->group[3] = _mm256_shuffle_epi8(lower, rows23);
+
+  const uint8_t *record = w->side + load_u32(w->side + 4 * t), *nibbles = record + NEST_HEADER;
+  d->header = record[0] | (uint32_t)record[1] << 8;
+  uint32_t count = d->header & NEST_COUNT;
+  count = count < NEST_TILE ? count : NEST_TILE;
+  __m256i code = table16(_mm_setr_epi8(0, -128, 1, -127, 2, -126, 3, -125, 4, -124, 5, -123, 6, -122, 7, -121));
+  code = _mm256_or_si256(code, table16(_mm_cvtsi32_si128(d->header & (NEST_HAS_ZERO | NEST_HAS_ESCAPE) ? CODE_ZERO : 0)));
+  for (uint32_t i = 0; i < count; i += 64) /* 64 at a time, so that the number of turns is easily foretold */
+    for (uint32_t k = i; k < i + 64; k += 32) {
+      __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(nibbles + k / 2)));
+      v = _mm256_and_si256(_mm256_or_si256(v, _mm256_slli_epi16(v, 4)), _mm256_set1_epi8(15));
+      store(exponents + k, _mm256_shuffle_epi8(code, v));
+    }
+  d->bits = nibbles + (count + 1) / 2, d->pos = 0, d->first = d->small = exponents;
+  d->escape = w->side + load_u32(w->side + 4 * t + 4);
+}
+
+/* True if plane A asked for as many nibbles q as the record has; else it is damaged and the specification must decide. */
+ALWAYS_INLINE bool tile_decoder_fits(const TileDecoder *d) {
+  return (uint32_t)(d->small - d->first) == (d->header & NEST_COUNT);
+}
+
+/* NEST_BIAS - G, modulo 512, by byte: what a word must have for its exponent to become zero with the group's. */
+typedef struct Cancel {
+  __m256i low[2];  /* bit 0, as what it takes to make bit 7 of CODE_ZERO */
+  __m256i high[2]; /* the others */
+} Cancel;
+
+ALWAYS_INLINE Cancel cancel(const uint8_t *x) {
   const __m256i spread = table16(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+  Cancel c;
   for (int i = 0; i < 2; i++) {
-    __m256i rows = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(w->x + 16 * t + 8 * i)));
-    d->group[i] = _mm256_shuffle_epi8(rows, spread);
+    __m256i group = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(x + 8 * i)));
+    group = _mm256_shuffle_epi8(group, spread);
+    c.low[i] = _mm256_and_si256(_mm256_slli_epi16(group, 6), _mm256_set1_epi8(0x80 - CODE_ZERO));
+    c.high[i] = _mm256_sub_epi8(_mm256_set1_epi8(NEST_BIAS / 2), _mm256_avg_epu8(group, _mm256_setzero_si256()));
   }
+  return c;
 }
 
-ALWAYS_INLINE uint64_t bits_of(__m256i low, __m256i high) {
-  return (uint32_t)_mm256_movemask_epi8(low) | (uint64_t)(uint32_t)_mm256_movemask_epi8(high) << 32;
+/* Weights of CELL_SMALL whose exponent is an escape byte: makes their bytes such that adding the group's gives it.
+ * Returns where the next escape is. */
+static __attribute__((noinline, cold)) const uint8_t *set_escapes(const uint8_t *escape, const uint8_t *x,
+                                                                  const __m256i q[2], __m256i low[2], __m256i high[2]) {
+  uint8_t code[64], l[64], h[64];
+  for (int i = 0; i < 2; i++)
+    store(code + 32 * i, q[i]), store(l + 32 * i, low[i]), store(h + 32 * i, high[i]);
+  for (int n = 0; n < 64; n++)
+    if (code[n] == CODE_ESCAPE) {
+      uint32_t e = *--escape + NEST_BIAS - (uint32_t)x[n / 4];
+      l[n] = (uint8_t)((l[n] & 0x7fu) | e << 7);
+      h[n] = (uint8_t)((h[n] & 0x80u) + (e >> 1));
+    }
+  for (int i = 0; i < 2; i++)
+    low[i] = load(l + 32 * i), high[i] = load(h + 32 * i);
+  return escape;
 }
 
-/* Bits 32 i .. 32 i + 31 as bytes 0xff or 0. */
-ALWAYS_INLINE __m256i bytes_of(uint64_t bits, int i) {
+/* By cell. Bit 7: it has a T bit. Taken off a number 0..16, FLAGS_SMALL leaves in bits 3..0 that number less 1 and clears
+ * bit 7, the others set bit 7: as a byte shuffle wants its indices. */
+enum { FLAGS_NONE = 0x60, FLAGS_T = 0x80, FLAGS_SMALL = 0xf1 };
+
+/* The exponents of 32 weights, 0 but for CELL_SMALL. AVX2 cannot expand bytes, so each one's place among those of its 16
+ * weights is counted: in dwords by a product, then across them. */
+ALWAYS_INLINE __m256i expand(TileDecoder *d, __m256i flags) {
+  const __m256i dword1 = table16(_mm_setr_epi8(-1, -1, -1, -1, 3, 3, 3, 3, 7, 7, 7, 7, 11, 11, 11, 11));
+  const __m256i dword2 = table16(_mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 3, 3, 3, 3, 7, 7, 7, 7));
+  __m256i small = _mm256_cmpeq_epi8(flags, _mm256_set1_epi8((char)FLAGS_SMALL));
+  uint32_t mask = (uint32_t)_mm256_movemask_epi8(small);
+  /* 255 * 0xfefefeff = 1 modulo 2^32 */
+  __m256i n = _mm256_mullo_epi32(small, _mm256_set1_epi32((int)(0x01010101u * 0xfefefeffu)));
+  n = _mm256_add_epi8(n, _mm256_shuffle_epi8(n, dword1));
+  n = _mm256_add_epi8(n, _mm256_shuffle_epi8(n, dword2));
+  __m128i lower = _mm_loadu_si128((const __m128i *)d->small);
+  __m128i upper = _mm_loadu_si128((const __m128i *)(d->small + __builtin_popcount(mask & 0xffff)));
+  d->small += __builtin_popcount(mask);
+  return _mm256_shuffle_epi8(_mm256_inserti128_si256(_mm256_castsi128_si256(lower), upper, 1), _mm256_sub_epi8(n, flags));
+}
+
+/* The T bits of 64 weights whose flags these are, bit n for weight n. */
+ALWAYS_INLINE uint64_t read_t(TileDecoder *d, const __m256i flags[2]) {
+  uint64_t has_t = (uint32_t)_mm256_movemask_epi8(flags[0]) | (uint64_t)(uint32_t)_mm256_movemask_epi8(flags[1]) << 32;
+  uint32_t n = (uint32_t)__builtin_popcountll(has_t);
+  uint64_t bits = load_u64(d->bits + (d->pos >> 3)) >> (d->pos & 7);
+  if (UNLIKELY(n > 57)) /* a ninth byte; << 1 << makes a shift by 64 a shift to zero */
+    bits |= (uint64_t)d->bits[(d->pos >> 3) + 8] << 1 << (63 - (d->pos & 7));
+  d->pos += n;
+  return _pdep_u64(bits, has_t);
+}
+
+/* Bits 32 i .. 32 i + 31 as bytes 0x40 or 0. */
+ALWAYS_INLINE __m256i bit6_of(uint64_t bits, int i) {
   const __m256i which = _mm256_add_epi8(
       _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3),
       _mm256_set1_epi8((char)(4 * i)));
   const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
-  __m256i v = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long)bits), which);
-  return _mm256_cmpeq_epi8(_mm256_and_si256(v, bit), bit);
+  __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi64x((long long)bits), which), bit);
+  return _mm256_and_si256(_mm256_cmpeq_epi8(v, bit), _mm256_set1_epi8(0x40));
 }
 
-/* Puts escape bytes, the first one just before *escape, into the exponents e [64] of the weights with s = 7. */
-static __attribute__((noinline, cold)) void patch_escapes(__m256i e[2], uint64_t mask, const uint8_t *escape) {
-  uint8_t bytes[64];
-  store(bytes, e[0]), store(bytes + 32, e[1]);
-  for (; mask; mask &= mask - 1)
-    bytes[__builtin_ctzll(mask)] = *--escape;
-  e[0] = load(bytes), e[1] = load(bytes + 32);
+/* The low six mantissa bits of half line hl = 0..3 of two lines; b points at byte 32 i of their planes. */
+ALWAYS_INLINE __m256i low6_of(const uint8_t *b, const uint32_t hl) {
+  if (hl < 3)
+    return _mm256_and_si256(load(b + 64 * hl), _mm256_set1_epi8(0x3f));
+  const __m256i top = _mm256_set1_epi8((char)0xc0); /* the fourth one's bits are the upper two of each byte */
+  __m256i v = _mm256_and_si256(_mm256_srli_epi16(load(b + 128), 2), _mm256_set1_epi8(0x30));
+  v = _mm256_srli_epi16(_mm256_or_si256(v, _mm256_and_si256(load(b + 64), top)), 2);
+  return _mm256_srli_epi16(_mm256_or_si256(v, _mm256_and_si256(load(b), top)), 2);
 }
 
-/* Half line h of a line. even [2] gets columns (h, h + 4) of the line's eight, odd [2] (h + 2, h + 6): two words of
- * the dword of each row. a [2], b [2], c [2]: bytes whose low bits are this half line's. */
-ALWAYS_INLINE void decode_half_line(TileDecoder *d, const __m256i *a, const __m256i *b, const __m256i *c,
-                                    uint16_t even[NEST_ROWS][2], uint16_t odd[NEST_ROWS][2]) {
-  /* e - G by cell, 1 for every cell 7: those that are not over lose it again */
-  const __m256i delta = table16(_mm_setr_epi8(-4, -3, -2, -2, -1, -1, 0, 1, -4, -3, -2, -2, -1, -1, 0, 1));
-  const __m256i cell = _mm256_set1_epi8(7), pair = _mm256_set1_epi8(6), bit7 = _mm256_set1_epi8((char)0x80);
-  const __m256i zero = _mm256_setzero_si256(), low_byte = _mm256_set1_epi16(0xff);
-  HalfLine f;
-  f.cell7 = bits_of(_mm256_cmpeq_epi8(_mm256_and_si256(a[0], cell), cell),
-                    _mm256_cmpeq_epi8(_mm256_and_si256(a[1], cell), cell));
-  f.cell01 = bits_of(_mm256_cmpeq_epi8(_mm256_and_si256(a[0], pair), zero),
-                     _mm256_cmpeq_epi8(_mm256_and_si256(a[1], pair), zero));
-  f.odd = bits_of(_mm256_slli_epi16(a[0], 7), _mm256_slli_epi16(a[1], 7));
-  read_half_line(&d->side, &f);
-
-  __m256i e[2];
+/* Half line hl = 0..3 of lines 2 pair and 2 pair + 1. none: NULL if the tile has no zeros or escapes. out: rows 0, 1, 4,
+ * 5, then 8, 9, 12, 13, then 2, 3, 6, 7, then the others. */
+ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Cancel *none, uint32_t pair, const uint32_t hl, __m256i out[4]) {
+  /* by nibble: FLAGS_*, then the bytes of the word for G = NEST_BIAS and mantissa bits 5..0 = 0, as nest_exponent and
+   * nest_bit6 have it */
+  const __m256i nibble_flags = table16(_mm_set1_epi64x((long long)0xf180806060606060u));
+  const __m256i nibble_low = table16(_mm_setr_epi8(0, 64, -128, -64, 0, 64, -128, 0, 0, 64, -128, -64, 0, 64, -128, 0));
+  const __m256i nibble_high =
+      table16(_mm_setr_epi8(8, 8, 8, 8, 9, 9, 7, 0, -120, -120, -120, -120, -119, -119, -121, -128));
+  const uint8_t *a = d->a + 128 * pair + 64 * (hl / 2), *b = d->b + 192 * pair;
+  __m256i nibble[2], flags[2], q[2], low[2], high[2];
   for (int i = 0; i < 2; i++) {
-    __m256i nibble = _mm256_and_si256(a[i], _mm256_set1_epi8(15));
-    __m256i minus = bytes_of(f.minus4, i); /* -1 where set */
-    minus = _mm256_add_epi8(_mm256_add_epi8(minus, minus), bytes_of(f.minus2, i));
-    minus = _mm256_add_epi8(_mm256_add_epi8(minus, minus), bytes_of(f.minus1, i));
-    e[i] = _mm256_add_epi8(_mm256_add_epi8(_mm256_shuffle_epi8(delta, nibble), d->group[i]), minus);
+    __m256i line = load(a + 32 * i);
+    nibble[i] = _mm256_and_si256(hl % 2 ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+    flags[i] = _mm256_shuffle_epi8(nibble_flags, nibble[i]);
   }
-  if (UNLIKELY(f.escapes != 0)) {
-    __m256i any[2] = {e[0], e[1]}; /* a copy, so that e stays in registers */
-    patch_escapes(any, f.escapes, d->side.escape);
-    d->side.escape -= __builtin_popcountll(f.escapes);
-    e[0] = any[0], e[1] = any[1];
-  }
+  uint64_t t = read_t(d, flags);
   for (int i = 0; i < 2; i++) {
-    __m256i m = _mm256_and_si256(_mm256_slli_epi16(b[i], 2), _mm256_set1_epi8(0x3c));
-    m = _mm256_or_si256(m, _mm256_and_si256(c[i], _mm256_set1_epi8(3)));
-    m = _mm256_or_si256(m, _mm256_and_si256(bytes_of(f.top, i), _mm256_set1_epi8(0x40)));
-    /* the bytes of the words: sign and the upper bits of e; the last bit of e and the mantissa */
-    __m256i high = SELECT(bit7, _mm256_slli_epi16(a[i], 4), _mm256_srli_epi16(e[i], 1));
-    __m256i low = _mm256_or_si256(_mm256_and_si256(bit7, _mm256_slli_epi16(e[i], 7)), m);
-    store(even[8 * i], _mm256_or_si256(_mm256_and_si256(low_byte, low), _mm256_slli_epi16(high, 8)));
-    store(odd[8 * i], _mm256_or_si256(_mm256_srli_epi16(low, 8), _mm256_andnot_si256(low_byte, high)));
-  }
-}
-
-static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size_t t, TilePairs out) {
-  TileDecoder d;
-  tile_decoder_init(&d, w, t);
-  for (uint32_t j = 0; j < 8; j++) {
-    const __m128i by = _mm_cvtsi32_si128((int)(4 * (j % 2)));
-    __m256i a[2], b[2], c[2];
-    for (int i = 0; i < 2; i++) {
-      a[i] = load(d.a + 64 * j + 32 * i), b[i] = load(d.b + 64 * j + 32 * i);
-      c[i] = _mm256_srl_epi16(load(d.c + 64 * (j / 2) + 32 * i), by);
+    q[i] = expand(d, flags[i]);
+    low[i] = _mm256_or_si256(_mm256_shuffle_epi8(nibble_low, nibble[i]), low6_of(b + 32 * i, hl));
+    low[i] = _mm256_add_epi8(low[i], bit6_of(t, i));
+    __m256i bit7 = none ? _mm256_add_epi8(q[i], none->low[i]) : q[i];
+    low[i] = _mm256_or_si256(low[i], _mm256_and_si256(bit7, _mm256_set1_epi8((char)0x80)));
+    high[i] = _mm256_or_si256(_mm256_shuffle_epi8(nibble_high, nibble[i]), _mm256_and_si256(q[i], _mm256_set1_epi8(7)));
+    if (none) {
+      __m256i zero = _mm256_cmpeq_epi8(q[i], _mm256_set1_epi8(CODE_ZERO));
+      high[i] = _mm256_add_epi8(high[i], _mm256_and_si256(zero, none->high[i]));
     }
-    decode_half_line(&d, a, b, c, out[4 * j], out[4 * j + 2]);
-    for (int i = 0; i < 2; i++)
-      a[i] = _mm256_srli_epi16(a[i], 4), b[i] = _mm256_srli_epi16(b[i], 4), c[i] = _mm256_srli_epi16(c[i], 2);
-    decode_half_line(&d, a, b, c, out[4 * j + 1], out[4 * j + 3]);
   }
+  if (none && UNLIKELY(d->header & NEST_HAS_ESCAPE)) {
+    __m256i l[2] = {low[0], low[1]}, h[2] = {high[0], high[1]}; /* copies, so that low and high stay in registers */
+    d->escape = set_escapes(d->escape, d->x, q, l, h);
+    low[0] = l[0], low[1] = l[1], high[0] = h[0], high[1] = h[1];
+  }
+  for (int i = 0; i < 2; i++) {
+    out[i] = _mm256_add_epi16(_mm256_unpacklo_epi8(low[i], high[i]), d->group[i]);
+    out[2 + i] = _mm256_add_epi16(_mm256_unpackhi_epi8(low[i], high[i]), d->group[2 + i]);
+  }
+}
+
+ALWAYS_INLINE void store_half_line(TileDecoder *d, const Cancel *none, uint32_t pair, const uint32_t hl, TileWords out) {
+  __m256i v[4];
+  decode_half_line(d, none, pair, hl, v);
+  for (int k = 0; k < 4; k++)
+    store(out[4 * pair + hl] + 16 * k, v[k]);
+}
+
+ALWAYS_INLINE void store_tile(TileDecoder *d, const Cancel *none, TileWords out) {
+  for (uint32_t pair = 0; pair < 4; pair++) { /* written out, since compilers keep a loop of four a loop */
+    store_half_line(d, none, pair, 0, out);
+    store_half_line(d, none, pair, 1, out);
+    store_half_line(d, none, pair, 2, out);
+    store_half_line(d, none, pair, 3, out);
+  }
+}
+
+static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size_t t, TileWords out) {
+  Exponents exponents;
+  TileDecoder d;
+  tile_decoder_init(&d, exponents, w, t);
+  if (d.header > NEST_COUNT) {
+    Cancel none = cancel(d.x);
+    store_tile(&d, &none, out);
+  } else {
+    store_tile(&d, NULL, out);
+  }
+  if (UNLIKELY(!tile_decoder_fits(&d)))
+    nest_decode_tile(w, t, out);
 }
 
 /* ---- raw ------------------------------------------------------------------------------------------- */
 
-/* 8 rows of 8 dwords, transposed. */
-ALWAYS_INLINE void transpose8(__m256i r[8]) {
-  __m256i t[8];
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) /* r[4q + c]: columns c and 4 + c of rows 4q .. 4q + 3 */
-    for (int h = 0; h < 2; h++) {
-      r[i + 2 * h] = _mm256_unpacklo_epi64(t[i + h], t[i + 2 + h]);
-      r[i + 2 * h + 1] = _mm256_unpackhi_epi64(t[i + h], t[i + 2 + h]);
-    }
-  for (int c = 0; c < 4; c++) {
-    __m256i low = _mm256_permute2x128_si256(r[c], r[4 + c], 0x20);
-    r[4 + c] = _mm256_permute2x128_si256(r[c], r[4 + c], 0x31);
-    r[c] = low;
-  }
-}
-
-/* As raw_decode_tile: columns (k, k + 4) of each eight become neighbours, then dwords are transposed. */
-static void raw_pairs(const uint16_t *p, size_t stride, TilePairs out) {
-  const __m256i pairs = table16(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+/* 16 rows of 64 columns: qwords of four columns, of pairs of rows. */
+ALWAYS_INLINE void raw_words(const uint16_t *p, size_t stride, TileWords out) {
+  const __m256i columns = table16(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
   for (size_t k = 0; k < 4; k++)
-    for (size_t half = 0; half < 2; half++) {
-      __m256i r[8];
-      for (size_t i = 0; i < 8; i++)
-        r[i] = _mm256_shuffle_epi8(load(p + (8 * half + i) * stride + 16 * k), pairs);
-      transpose8(r);
-      for (size_t i = 0; i < 8; i++)
-        store(out[8 * k + i][8 * half], r[i]);
+    for (size_t i = 0; i < 4; i++) {
+      size_t r = i / 2 * 2 + i % 2 * 8;
+      __m256i v[4];
+      for (size_t n = 0; n < 4; n++)
+        v[n] = _mm256_shuffle_epi8(load(p + (r + n / 2 * 4 + n % 2) * stride + 16 * k), columns);
+      __m256i even[2] = {_mm256_unpacklo_epi64(v[0], v[1]), _mm256_unpacklo_epi64(v[2], v[3])};
+      __m256i odd[2] = {_mm256_unpackhi_epi64(v[0], v[1]), _mm256_unpackhi_epi64(v[2], v[3])};
+      uint16_t *to = out[4 * k] + 16 * i;
+      store(to, _mm256_permute2x128_si256(even[0], even[1], 0x20));
+      store(to + 64, _mm256_permute2x128_si256(odd[0], odd[1], 0x20));
+      store(to + 128, _mm256_permute2x128_si256(even[0], even[1], 0x31));
+      store(to + 192, _mm256_permute2x128_si256(odd[0], odd[1], 0x31));
     }
 }
 
-static void set_decode_tile(const Matrix *w, size_t t, TilePairs out) {
-  if (w->codec == PYCASS_CODEC_NEST) {
-    set_nest_decode_tile(w, t, out);
-    return;
-  }
+/* As raw_decode_tile. Fetches the tile of the next row block, since hardware does not follow 16 rows; past the matrix
+ * that does nothing. */
+static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_t t, TileWords out) {
   size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS;
   size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = min_size(NEST_COLS, w->cols - k0);
   const uint16_t *p = w->raw + r0 * w->cols + k0;
-  for (size_t r = NEST_ROWS; r < 2 * NEST_ROWS; r++) /* the next row block, since hardware does not follow 16 rows */
+  for (size_t r = NEST_ROWS; r < 2 * NEST_ROWS; r++)
     for (size_t k = 0; k < 2; k++)
       _mm_prefetch((const char *)((uintptr_t)p + 2 * r * w->cols + 64 * k), _MM_HINT_T1);
   if (rows == NEST_ROWS && cols == NEST_COLS) {
-    raw_pairs(p, w->cols, out);
+    raw_words(p, w->cols, out);
     return;
   }
   uint16_t padded[NEST_ROWS][NEST_COLS] = {{0}};
   for (size_t r = 0; r < rows; r++)
     memcpy(padded[r], p + r * w->cols, cols * sizeof *p);
-  raw_pairs(padded[0], NEST_COLS, out);
+  raw_words(padded[0], NEST_COLS, out);
+}
+
+static void set_decode_tile(const Matrix *w, size_t t, TileWords out) {
+  if (w->codec == PYCASS_CODEC_NEST)
+    set_nest_decode_tile(w, t, out);
+  else
+    set_raw_decode_tile(w, t, out);
 }
 
 /* ---- target product --------------------------------------------------------------------------------- */
 
-enum { MATMUL_TOKENS = 64, MATMUL_CHUNK = 6, HALVES = 2 * NEST_ROWS / 8 };
+/* Two tokens at a time: their eight sums, their activations and a vector of weights just fit 16 registers. */
+enum { MATMUL_TOKENS = 64, MATMUL_CHUNK = 2, SPAN = 4 };
 
-typedef float GroupActs[MATMUL_CHUNK][NEST_COLS];
+ALWAYS_INLINE __m256 odd_words(__m256i v) {
+  return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000u)));
+}
+ALWAYS_INLINE __m256 even_words(__m256i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
 
-/* Rows [8 r, 8 (r + n_rows)) of a decoded tile times n tokens. sums [n][4]: s0 and s1 of rows 0..7, then of 8..15. */
-ALWAYS_INLINE void tile_chunk_n(__m256 *sums, TilePairs tile, GroupActs x, const int r, const int n_rows,
-                                const int n) {
-  const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
-  __m256 s[2 * MATMUL_CHUNK];
-  for (int t = 0; t < n; t++)
-    for (int i = 0; i < 2 * n_rows; i++)
-      s[2 * n_rows * t + i] = sums[HALVES * t + 2 * r + i];
-  for (int j = 0; j < 8; j++)
+/* A half line times n tokens. s[4 t ..]: of each row s0 and s1, for the rows of the four vectors. */
+ALWAYS_INLINE void multiply_half_line(__m256 *s, const __m256i w[4], const uint16_t *x, const int n) {
+  __m256 odd[MATMUL_CHUNK], even[MATMUL_CHUNK];
+  for (int t = 0; t < n; t++) {
+    __m256i v = _mm256_set1_epi64x((long long)load_u64((const uint8_t *)(x + 4 * t)));
+    odd[t] = odd_words(v), even[t] = even_words(v);
+  }
+  for (int k = 0; k < 4; k++)
+    for (int t = 0; t < n; t++) {
+      s[4 * t + k] = _mm256_fmadd_ps(odd_words(w[k]), odd[t], s[4 * t + k]);
+      s[4 * t + k] = _mm256_fmadd_ps(even_words(w[k]), even[t], s[4 * t + k]);
+    }
+}
+
+/* Sums of a token, to and from memory. No loops: GCC would make them copies of memory and keep s there. */
+typedef float Sums[2 * NEST_ROWS];
+ALWAYS_INLINE void load_sums(__m256 s[4], const Sums sums) {
+  s[0] = _mm256_loadu_ps(sums), s[1] = _mm256_loadu_ps(sums + 8);
+  s[2] = _mm256_loadu_ps(sums + 16), s[3] = _mm256_loadu_ps(sums + 24);
+}
+ALWAYS_INLINE void store_sums(Sums sums, const __m256 s[4]) {
+  _mm256_storeu_ps(sums, s[0]), _mm256_storeu_ps(sums + 8, s[1]);
+  _mm256_storeu_ps(sums + 16, s[2]), _mm256_storeu_ps(sums + 24, s[3]);
+}
+
+/* s0 + s1 of the 16 rows */
+ALWAYS_INLINE void finish_sums(float *y, const Sums sums) {
+  for (int i = 0; i < 16; i += 8) {
+    __m256 a = _mm256_loadu_ps(sums + i), b = _mm256_loadu_ps(sums + 16 + i);
+    _mm256_storeu_ps(y + i, _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd)));
+  }
+}
+
+ALWAYS_INLINE void decode_multiply(__m256 s[4], TileDecoder *d, const Cancel *none, uint32_t pair, const uint32_t hl,
+                                   const uint16_t *panel) {
+  __m256i v[4];
+  decode_half_line(d, none, pair, hl, v);
+  multiply_half_line(s, v, panel + (4 * pair + hl) * PANEL_TOKENS * 4, 1);
+}
+
+ALWAYS_INLINE void multiply_tile(__m256 s[4], TileDecoder *d, const Cancel *none, const uint16_t *panel) {
+  for (uint32_t pair = 0; pair < 4; pair++) {
+    decode_multiply(s, d, none, pair, 0, panel);
+    decode_multiply(s, d, none, pair, 1, panel);
+    decode_multiply(s, d, none, pair, 2, panel);
+    decode_multiply(s, d, none, pair, 3, panel);
+  }
+}
+
+/* A row block of a nest matrix times one token, the weights never leaving registers. False if it is damaged. */
+static bool nest_block(float *y, const Matrix *w, size_t block, const uint16_t *panel) {
+  bool fits = true;
+  Sums sums = {0};
+  __m256 s[4];
+  load_sums(s, sums);
+  for (size_t g = 0; g < w->n_group; g++, panel += PANEL_WORDS) {
+    Exponents exponents;
+    TileDecoder d;
+    tile_decoder_init(&d, exponents, w, block * w->n_group + g);
+    if (d.header > NEST_COUNT) {
+      Cancel none = cancel(d.x);
+      multiply_tile(s, &d, &none, panel);
+    } else {
+      multiply_tile(s, &d, NULL, panel);
+    }
+    fits &= tile_decoder_fits(&d);
+  }
+  store_sums(sums, s);
+  finish_sums(y, sums);
+  return fits;
+}
+
+/* Decoded tiles of groups in turn times n <= 2 tokens; the sums wait in memory meanwhile. */
+ALWAYS_INLINE void tiles_chunk_n(Sums *sums, TileWords *tile, size_t n_tile, const uint16_t *panel, const int n) {
+  __m256 s[4 * MATMUL_CHUNK];
+  load_sums(s, sums[0]);
+  if (n > 1)
+    load_sums(s + 4, sums[1]);
+  const uint16_t *words = tile[0][0];
+  for (size_t hl = 0; hl < 16 * n_tile; hl++, words += 64, panel += PANEL_TOKENS * 4) {
+    __m256i w[4];
     for (int k = 0; k < 4; k++)
-      for (int i = 0; i < n_rows; i++) {
-        __m256i pair = load(tile[4 * j + k][8 * (r + i)]);
-        __m256 w0 = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16));
-        __m256 w1 = _mm256_castsi256_ps(_mm256_and_si256(pair, upper));
-        for (int t = 0; t < n; t++) {
-          const float *xj = x[t] + 8 * j + k;
-          __m256 *st = s + 2 * n_rows * t + 2 * i;
-          st[0] = _mm256_fmadd_ps(w0, _mm256_broadcast_ss(xj), st[0]);
-          st[1] = _mm256_fmadd_ps(w1, _mm256_broadcast_ss(xj + 4), st[1]);
-        }
-      }
-  for (int t = 0; t < n; t++)
-    for (int i = 0; i < 2 * n_rows; i++)
-      sums[HALVES * t + 2 * r + i] = s[2 * n_rows * t + i];
+      w[k] = load(words + 16 * k);
+    multiply_half_line(s, w, panel, n);
+  }
+  store_sums(sums[0], s);
+  if (n > 1)
+    store_sums(sums[1], s + 4);
 }
 
-/* One or two tokens take all rows at once, since two accumulators alone would wait for each other's latency. The
- * activations are copied, so that they are at constant distances from one address. */
-static __attribute__((noinline)) void tile_chunk(__m256 *sums, TilePairs tile, const float *x, size_t ldx, uint32_t n) {
-  _Alignas(32) GroupActs acts;
-  for (uint32_t t = 0; t < n; t++)
-    for (int i = 0; i < NEST_COLS; i += 8)
-      _mm256_store_ps(acts[t] + i, _mm256_loadu_ps(x + t * ldx + i));
+/* Not inlined, like the decoders: together they spill. */
+static __attribute__((noinline)) void tiles_chunk(Sums *sums, TileWords *tile, size_t n_tile, const uint16_t *panel,
+                                                  size_t n) {
   if (n == 1)
-    tile_chunk_n(sums, tile, acts, 0, 2, 1);
-  else if (n == 2)
-    tile_chunk_n(sums, tile, acts, 0, 2, 2);
+    tiles_chunk_n(sums, tile, n_tile, panel, 1);
   else
-    for (int r = 0; r < 2; r++)
-      switch (n) {
-      case 3: tile_chunk_n(sums, tile, acts, r, 1, 3); break;
-      case 4: tile_chunk_n(sums, tile, acts, r, 1, 4); break;
-      case 5: tile_chunk_n(sums, tile, acts, r, 1, 5); break;
-      default: tile_chunk_n(sums, tile, acts, r, 1, 6); break;
-      }
+    tiles_chunk_n(sums, tile, n_tile, panel, 2);
 }
 
-/* A row block times m <= 64 tokens: each tile is decoded once, into L1. */
-static void block_product(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx, uint32_t m) {
-  __m256 sums[HALVES * MATMUL_TOKENS];
-  for (uint32_t i = 0; i < HALVES * m; i++)
-    sums[i] = _mm256_setzero_ps();
-  for (size_t g = 0; g < w->n_group; g++) {
-    _Alignas(64) TilePairs tile;
-    set_decode_tile(w, block * w->n_group + g, tile);
+/* A row block times m <= 64 tokens: each tile is decoded once, into L1, a few groups at a time. */
+static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panels, uint32_t m) {
+  _Alignas(32) Sums sums[MATMUL_TOKENS];
+  memset(sums, 0, m * sizeof *sums);
+  for (size_t g = 0; g < w->n_group; g += SPAN) {
+    _Alignas(64) TileWords tile[SPAN];
+    size_t n = min_size(SPAN, w->n_group - g);
+    for (size_t i = 0; i < n; i++)
+      set_decode_tile(w, block * w->n_group + g + i, tile[i]);
     for (uint32_t i = 0; i < m; i += MATMUL_CHUNK)
-      tile_chunk(sums + HALVES * i, tile, x + i * ldx + g * NEST_COLS, ldx,
-                 m - i < MATMUL_CHUNK ? m - i : MATMUL_CHUNK);
+      tiles_chunk(sums + i, tile, n, panels + panel_at(i, w->n_group, g), min_size(MATMUL_CHUNK, m - i));
   }
   for (uint32_t i = 0; i < m; i++)
-    for (uint32_t r = 0; r < 2; r++)
-      _mm256_storeu_ps(y + i * ldy + 8 * r, _mm256_add_ps(sums[HALVES * i + 2 * r], sums[HALVES * i + 2 * r + 1]));
+    finish_sums(y + i * ldy, sums[i]);
 }
 
-static void set_matmul(float *y, size_t ldy, const Matrix *w, const float *x, size_t ldx, uint32_t m, uint32_t block0,
+static void set_matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
                        uint32_t block1) {
-  for (uint32_t i = 0; i < m; i += MATMUL_TOKENS)
-    for (size_t block = block0; block < block1; block++)
-      block_product(y + i * ldy + block * NEST_ROWS, ldy, w, block, x + i * ldx, ldx,
-                    m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS);
+  for (uint32_t i = 0; i < m; i += MATMUL_TOKENS) {
+    uint32_t n = m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS;
+    const uint16_t *part = panels + panel_at(i, w->n_group, 0);
+    for (size_t block = block0; block < block1; block++) {
+      float *out = y + i * ldy + block * NEST_ROWS;
+      bool direct = w->codec == PYCASS_CODEC_NEST && n == 1;
+      if (!direct || !nest_block(out, w, block, part))
+        tiled_block(out, ldy, w, block, part, n);
+    }
+  }
 }
 
 /* ---- draft product ---------------------------------------------------------------------------------- */
@@ -340,7 +500,7 @@ typedef struct DraftPart {
 
 /* A row block times n <= 4 tokens, on top of y where g0 > 0. */
 ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_t block, const int n) {
-  const __m256i value = table16(_mm_setr_epi8(4, 13, 22, 31, 43, 61, 85, 119, -4, -13, -22, -31, -43, -61, -85, -119));
+  const __m256i value = table16(_mm_setr_epi8(22, 31, 43, 61, 85, 119, 13, 4, -22, -31, -43, -61, -85, -119, -13, -4));
   const __m256i nibble = _mm256_set1_epi8(15);
   __m256 s[2 * DRAFT_CHUNK];
   for (int t = 0; t < 2 * n; t++)

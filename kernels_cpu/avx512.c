@@ -1,4 +1,4 @@
-/* AVX-512 F, BW, DQ, VL, VBMI, VNNI. */
+/* AVX-512 without BF16 products: Ice Lake and the like. */
 #include "avx512_common.h"
 #include "sets.h"
 

@@ -1,10 +1,15 @@
-/* What the avx512 and amx sets share: the decoder, the products and some float operations for AVX-512 F, BW, DQ, VL,
- * VBMI, VBMI2 and VNNI. Each of the two compiles its own copy, since their flags differ. Same bits as
+/* What the avx512, avx512bf16 and amx sets share: the decoder, the products and some float operations for AVX-512 F, BW,
+ * DQ, VL, VBMI, VBMI2, VNNI and GFNI. Each compiles its own copy, since their flags differ. Same bits as
  * kernels_cpu/scalar.c. */
 #ifndef CASS_AVX512_COMMON_H
 #define CASS_AVX512_COMMON_H
 
-#include "side_bits.h"
+#include <immintrin.h>
+
+#include "codec.h"
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define UNLIKELY(x) __builtin_expect(!!(x), 0)
 
 #define V __m512
 #define V_WIDTH 16
@@ -65,10 +70,6 @@ static void simd_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, 
     }
 }
 
-/* Bits of a where mask is 1, else of b. One of the three is overwritten: a in SELECT_A, b in SELECT_B. */
-#define SELECT_A(mask, a, b) _mm512_ternarylogic_epi32(a, b, mask, 0xe4)
-#define SELECT_B(mask, a, b) _mm512_ternarylogic_epi32(b, a, mask, 0xd8)
-
 /* A constant that the compiler does not know, so that it stays in a register or on the stack and is not made anew, from
  * a general register, at every use. */
 ALWAYS_INLINE __m512i constant(__m512i v) {
@@ -77,166 +78,238 @@ ALWAYS_INLINE __m512i constant(__m512i v) {
 }
 ALWAYS_INLINE __m512i constant8(int v) { return constant(_mm512_set1_epi8((char)v)); }
 
-/* ---- nest: a line of 128 weights to exact bits ------------------------------------------------------ */
+/* ---- nest: tiles to exact bits ----------------------------------------------------------------------- */
+
+#define OR_AND(a, b, c) _mm512_ternarylogic_epi32(a, b, c, 0xf8)  /* a | b & c */
+#define SELECT(mask, a, b) _mm512_ternarylogic_epi32(mask, a, b, 0xca)
 
 typedef struct Constants {
-  __m512i delta;                        /* e - G by cell, 1 for every cell 7 (those that are not over lose it again) */
-  __m512i one, two, four;
-  __m512i cell7[2], cell01[2];          /* of the low and high nibbles */
-  __m512i odd[2];
-  __m512i c_bits, low6, bit6, bit7, low_byte;
-  __m512i reverse;                      /* 63 .. 0 */
+  __m512i nibble;
+  __m512i low, high;     /* by nibble: the bytes of the word for G = NEST_BIAS and mantissa bits 5..0 = 0 */
+  __m512i low6, bit6, bit7, low3;
+  __m512i reverse, bit, gather; /* for cell_bits */
 } Constants;
 
-static const uint8_t reversed[64] = {63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48,
-                                     47, 46, 45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32,
-                                     31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16,
-                                     15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-
 ALWAYS_INLINE Constants constants(void) {
-  /* vpermb looks at six bits of an index: the table is repeated, so the other nibble's bits may stay */
-  __m512i delta = _mm512_broadcast_i32x4(_mm_setr_epi8(-4, -3, -2, -2, -1, -1, 0, 1, -4, -3, -2, -2, -1, -1, 0, 1));
-  Constants k = {constant(delta), constant8(1), constant8(2), constant8(4), {constant8(0x07), constant8(0x70)},
-                 {constant8(0x06), constant8(0x60)}, {constant8(0x01), constant8(0x10)}, constant8(3), constant8(0x3f),
-                 constant8(0x40), constant8(0x80), constant(_mm512_set1_epi16(0xff)), _mm512_loadu_si512(reversed)};
-  return k;
+  uint8_t low[16], high[16], gather[64];
+  for (int i = 0; i < 16; i++) {
+    low[i] = (uint8_t)((nest_exponent[i & 7] & 1) << 7 | nest_bit6[i & 7] << 6);
+    high[i] = (uint8_t)((i >> 3) << 7 | nest_exponent[i & 7] >> 1);
+  }
+  for (int i = 0; i < 64; i++)
+    gather[i] = (uint8_t)(i % 8 * 8 + i / 8);
+  return (Constants){constant8(15),
+                     constant(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)low))),
+                     constant(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)high))),
+                     constant8(0x3f),
+                     constant8(0x40),
+                     constant8(0x80),
+                     constant8(7),
+                     constant(_mm512_broadcast_i32x4(_mm_setr_epi8(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8))),
+                     constant(_mm512_set1_epi64((long long)0x8040201008040201u)),
+                     constant(_mm512_loadu_si512(gather))};
 }
 
-/* What the lines of a tile share. */
+/* A tile while it is decoded. Masks travel between vectors and general registers through memory and are made for the
+ * whole tile first: a kmov to a general register takes two cycles of a port that everything else wants. */
 typedef struct TileDecoder {
-  __m512i group; /* G of row r in bytes 4r .. 4r + 3 */
-  const uint8_t *a, *b, *c;
-  SideReader side;
+  const uint8_t *a, *b;
+  const uint8_t *bits;   /* T */
+  size_t pos;            /* in T */
+  const uint8_t *small;  /* the next of exponents[] */
+  const uint8_t *escape; /* past the next one, backwards */
+  uint32_t header;
+  __m512i group[2];      /* (G - NEST_BIAS) << 7 by word of the two vectors of a half line */
+  _Alignas(64) uint64_t cell[8][8]; /* by line: bits 0, 1, 2 of the cells of its low nibbles, signs, the same of the high */
+  _Alignas(64) uint8_t exponents[NEST_TILE + 128]; /* of CELL_SMALL: q's bit 0 as bit 7, its bits 3..1 as bits 2..0 */
 } TileDecoder;
 
-ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, const Matrix *w, size_t t) {
-  d->a = w->a + 512 * t, d->b = w->b + 512 * t, d->c = w->c + 256 * t;
-  side_reader_init(&d->side, w, t);
-  const __m512i spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
-  __m512i rows = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->x + 16 * t)));
-  d->group = _mm512_shuffle_epi8(rows, spread);
+/* Bit i of each byte becomes qword i. */
+ALWAYS_INLINE __m512i cell_bits(__m512i line, const Constants *k) {
+  __m512i v = _mm512_gf2p8affine_epi64_epi8(k->bit, _mm512_shuffle_epi8(line, k->reverse), 0); /* 8 x 8 bits transposed */
+  return _mm512_permutexvar_epi8(k->gather, v);
 }
 
-/* Puts escape bytes, the first one just before *escape and the others backwards from it, into the exponents of the
- * weights with s = 7. It reads the 64 bytes before escape: no more than NEST_MAX_ESCAPES in a tile. */
-ALWAYS_INLINE __m512i patch_escapes(__m512i e, uint64_t mask, const uint8_t *escape, const Constants *k) {
-  __m512i bytes = _mm512_permutexvar_epi8(k->reverse, _mm512_loadu_si512(escape - 64));
-  return _mm512_mask_expand_epi8(e, mask, bytes);
-}
+ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, const Matrix *w, size_t t, const Constants *k) {
+  static const uint16_t rows[32] = {0, 0, 0, 0, 1, 1, 1, 1, 4,  4,  4,  4,  5,  5,  5,  5,
+                                    8, 8, 8, 8, 9, 9, 9, 9, 12, 12, 12, 12, 13, 13, 13, 13};
+  const __m512i row = _mm512_loadu_si512(rows);
+  const __m512i place = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, -128, 1, -127, 2, -126, 3, -125, 4, -124, 5, -123, 6, -122, 7, -121));
+  d->a = w->a + 512 * t, d->b = w->b + 768 * t;
+  for (int j = 0; j < 8; j++)
+    _mm512_store_si512(d->cell[j], cell_bits(_mm512_loadu_si512(d->a + 64 * j), k));
 
-/* Half line h of a line. *even gets columns (h, h + 4) of the line's eight, *odd (h + 2, h + 6): two words of the
- * dword of each row. a, b are the line's bytes, not_a their complement, c such that this half line's two bits are the
- * low ones. */
-ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Constants *k, const int h, __m512i a, __m512i not_a,
-                                    __m512i b, __m512i c, __m512i *even, __m512i *odd) {
-  HalfLine f;
-  f.cell7 = _mm512_testn_epi8_mask(not_a, k->cell7[h]);
-  f.cell01 = _mm512_testn_epi8_mask(a, k->cell01[h]);
-  f.odd = _mm512_test_epi8_mask(a, k->odd[h]);
-  read_half_line(&d->side, &f);
+  __m256i group = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w->x + 16 * t)));
+  __m512i word = _mm512_castsi256_si512(_mm256_slli_epi16(_mm256_sub_epi16(group, _mm256_set1_epi16(NEST_BIAS)), 7));
+  d->group[0] = _mm512_permutexvar_epi16(row, word);
+  d->group[1] = _mm512_permutexvar_epi16(_mm512_add_epi16(row, _mm512_set1_epi16(2)), word);
 
-  __m512i e = _mm512_permutexvar_epi8(h ? _mm512_srli_epi16(a, 4) : a, k->delta);
-  e = _mm512_add_epi8(e, d->group);
-  e = _mm512_mask_sub_epi8(e, f.minus1, e, k->one);
-  e = _mm512_mask_sub_epi8(e, f.minus2, e, k->two);
-  e = _mm512_mask_sub_epi8(e, f.minus4, e, k->four);
-  if (UNLIKELY(f.escapes != 0)) {
-    e = patch_escapes(e, f.escapes, d->side.escape, k);
-    d->side.escape -= __builtin_popcountll(f.escapes);
+  const uint8_t *record = w->side + load_u32(w->side + 4 * t), *nibbles = record + NEST_HEADER;
+  d->header = record[0] | (uint32_t)record[1] << 8;
+  uint32_t count = d->header & NEST_COUNT;
+  count = count < NEST_TILE ? count : NEST_TILE;
+  for (uint32_t i = 0; i < count; i += 64) {
+    __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(nibbles + i / 2)));
+    v = _mm512_and_si512(_mm512_or_si512(v, _mm512_slli_epi16(v, 4)), k->nibble);
+    _mm512_store_si512(d->exponents + i, _mm512_shuffle_epi8(place, v));
   }
-  /* mantissa: bits 5..2, 1..0, 6 */
-  __m512i m = SELECT_B(k->c_bits, c, h ? _mm512_srli_epi16(b, 2) : _mm512_slli_epi16(b, 2));
-  m = _mm512_and_si512(m, k->low6);
-  m = _mm512_mask_add_epi8(m, f.top, m, k->bit6);
-  /* the bytes of the words: sign and the upper bits of e; the last bit of e and the mantissa */
-  __m512i high = SELECT_B(k->bit7, h ? a : _mm512_slli_epi16(a, 4), _mm512_srli_epi16(e, 1));
-  __m512i low = SELECT_B(k->bit7, _mm512_slli_epi16(e, 7), m);
-  *even = SELECT_B(k->low_byte, low, _mm512_slli_epi16(high, 8));
-  *odd = SELECT_A(k->low_byte, _mm512_srli_epi16(low, 8), high);
+  d->bits = nibbles + (count + 1) / 2, d->pos = 0, d->small = d->exponents;
+  d->escape = w->side + load_u32(w->side + 4 * t + 4);
 }
 
-/* Lines 2i (odd = 0) and 2i + 1 (odd = 1): their four pairs. c is line i of C. */
-ALWAYS_INLINE void decode_line(TileDecoder *d, const Constants *k, uint32_t j, const int odd, __m512i c,
-                               __m512i pair[4]) {
-  __m512i a = _mm512_loadu_si512(d->a + 64 * j), b = _mm512_loadu_si512(d->b + 64 * j);
-  __m512i not_a = _mm512_ternarylogic_epi32(a, a, a, 0x55);
-  decode_half_line(d, k, 0, a, not_a, b, odd ? _mm512_srli_epi16(c, 4) : c, &pair[0], &pair[2]);
-  decode_half_line(d, k, 1, a, not_a, b, _mm512_srli_epi16(c, odd ? 6 : 2), &pair[1], &pair[3]);
+/* True if plane A asked for as many nibbles q as the record has; else it is damaged and the specification must decide. */
+ALWAYS_INLINE bool tile_decoder_fits(const TileDecoder *d) {
+  return (uint32_t)(d->small - d->exponents) == (d->header & NEST_COUNT);
 }
 
-static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+/* NEST_BIAS - G, modulo 512, by byte: what a word must have for its exponent to become zero with the group's. */
+typedef struct Cancel {
+  __m512i low, high; /* bit 0 as bit 7, the others */
+} Cancel;
+
+ALWAYS_INLINE Cancel cancel(const Matrix *w, size_t t) {
+  const __m512i spread = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+  __m512i group = _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->x + 16 * t))), spread);
+  return (Cancel){_mm512_and_si512(_mm512_slli_epi16(group, 7), _mm512_set1_epi8((char)0x80)),
+                  _mm512_sub_epi8(_mm512_set1_epi8(NEST_BIAS / 2), _mm512_avg_epu8(group, _mm512_setzero_si512()))};
+}
+
+/* Weights of CELL_SMALL whose exponent is an escape byte: makes their bytes such that adding the group's gives it. */
+static __attribute__((noinline, cold)) void set_escapes(TileDecoder *d, __mmask64 small, __m512i q, Cancel none,
+                                                        __m512i low_high[2]) {
+  __mmask64 is = _mm512_mask_cmpeq_epi8_mask(small, q, _mm512_set1_epi8((char)0x87));
+  __m512i low = low_high[0], high = low_high[1];
+  uint8_t order[64];
+  for (int i = 0; i < 64; i++)
+    order[i] = (uint8_t)(63 - i);
+  __m512i e = _mm512_permutexvar_epi8(_mm512_loadu_si512(order), _mm512_loadu_si512(d->escape - 64));
+  e = _mm512_maskz_expand_epi8(is, e);
+  d->escape -= __builtin_popcountll(_cvtmask64_u64(is));
+  __m512i bit7 = _mm512_set1_epi8((char)0x80), bit0 = _mm512_and_si512(_mm512_slli_epi16(e, 7), bit7);
+  __m512i sum = _mm512_add_epi8(_mm512_and_si512(_mm512_srli_epi16(e, 1), _mm512_set1_epi8(0x7f)), none.high);
+  sum = _mm512_mask_add_epi8(sum, _mm512_test_epi8_mask(bit0, none.low), sum, _mm512_set1_epi8(1)); /* carry */
+  /* q = 15 has set bits that are not part of e */
+  low = _mm512_xor_si512(_mm512_andnot_si512(bit7, low), _mm512_xor_si512(bit0, none.low));
+  high = _mm512_add_epi8(_mm512_andnot_si512(_mm512_set1_epi8(7), high), sum);
+  low_high[0] = _mm512_mask_mov_epi8(low_high[0], is, low), low_high[1] = _mm512_mask_mov_epi8(low_high[1], is, high);
+}
+
+/* Half line: its nibbles, mantissa bits 5..0 (in the low six bits of a byte), bits 0..2 of its cells. none: NULL if the
+ * tile has no zeros or escapes. out: rows 0, 1, 4, 5, 8, 9, 12, 13, then the others. */
+ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Constants *k, const Cancel *none, __m512i nibble, __m512i low6,
+                                    const uint64_t cell[3], __m512i out[2]) {
+  uint64_t has_t = cell[2] & (cell[1] | cell[0]), small = cell[2] & cell[1] & cell[0];
+  uint32_t n = (uint32_t)__builtin_popcountll(has_t);
+  uint64_t bits = load_u64(d->bits + (d->pos >> 3)) >> (d->pos & 7);
+  if (UNLIKELY(n > 57)) /* a ninth byte; << 1 << makes a shift by 64 a shift to zero */
+    bits |= (uint64_t)d->bits[(d->pos >> 3) + 8] << 1 << (63 - (d->pos & 7));
+  d->pos += n;
+  __m512i q = _mm512_maskz_expand_epi8(_cvtu64_mask64(small), _mm512_loadu_si512(d->small));
+  d->small += __builtin_popcountll(small);
+
+  __m512i low = OR_AND(_mm512_shuffle_epi8(k->low, nibble), low6, k->low6);
+  low = _mm512_mask_add_epi8(low, _cvtu64_mask64(_pdep_u64(bits, has_t)), low, k->bit6);
+  low = OR_AND(low, q, k->bit7);
+  __m512i high = OR_AND(_mm512_shuffle_epi8(k->high, nibble), q, k->low3);
+  if (none) {
+    __mmask64 is = _mm512_mask_testn_epi8_mask(_cvtu64_mask64(small), q, q);
+    low = _mm512_mask_add_epi8(low, is, low, none->low);
+    high = _mm512_mask_add_epi8(high, is, high, none->high);
+    if (UNLIKELY(d->header & NEST_HAS_ESCAPE)) {
+      __m512i any[2] = {low, high}; /* a copy, so that low and high stay in registers */
+      set_escapes(d, _cvtu64_mask64(small), q, *none, any);
+      low = any[0], high = any[1];
+    }
+  }
+  out[0] = _mm512_add_epi16(_mm512_unpacklo_epi8(low, high), d->group[0]);
+  out[1] = _mm512_add_epi16(_mm512_unpackhi_epi8(low, high), d->group[1]);
+}
+
+/* Lines 2 i and 2 i + 1: four half lines. */
+ALWAYS_INLINE void decode_lines(TileDecoder *d, const Constants *k, const Cancel *none, uint32_t i, __m512i out[4][2]) {
+  const uint8_t *b = d->b + 192 * i;
+  __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 64), b2 = _mm512_loadu_si512(b + 128);
+  __m512i a = _mm512_loadu_si512(d->a + 128 * i);
+  decode_half_line(d, k, none, _mm512_and_si512(a, k->nibble), b0, d->cell[2 * i], out[0]);
+  decode_half_line(d, k, none, _mm512_and_si512(_mm512_srli_epi16(a, 4), k->nibble), b1, d->cell[2 * i] + 4, out[1]);
+  a = _mm512_loadu_si512(d->a + 128 * i + 64);
+  decode_half_line(d, k, none, _mm512_and_si512(a, k->nibble), b2, d->cell[2 * i + 1], out[2]);
+  /* the fourth one's bits are the upper two of each byte */
+  __m512i b3 = SELECT(_mm512_set1_epi8(0x30), _mm512_srli_epi16(b0, 2), _mm512_srli_epi16(b1, 4));
+  b3 = SELECT(_mm512_set1_epi8(0x3c), b3, _mm512_srli_epi16(b2, 6));
+  decode_half_line(d, k, none, _mm512_and_si512(_mm512_srli_epi16(a, 4), k->nibble), b3, d->cell[2 * i + 1] + 4, out[3]);
+}
+
+ALWAYS_INLINE void store_tile(TileDecoder *d, const Constants *k, const Cancel *none, TileWords out) {
+  for (uint32_t i = 0; i < 4; i++) {
+    __m512i v[4][2];
+    decode_lines(d, k, none, i, v);
+    for (uint32_t hl = 0; hl < 4; hl++) {
+      _mm512_storeu_si512(out[4 * i + hl], v[hl][0]);
+      _mm512_storeu_si512(out[4 * i + hl] + 32, v[hl][1]);
+    }
+  }
+}
+
+static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size_t t, TileWords out) {
   const Constants k = constants();
   TileDecoder d;
-  tile_decoder_init(&d, w, t);
-  for (uint32_t j = 0; j < 8; j += 2) {
-    __m512i c = _mm512_loadu_si512(d.c + 32 * j), pair[8];
-    decode_line(&d, &k, j, 0, c, pair);
-    decode_line(&d, &k, j + 1, 1, c, pair + 4);
-    for (int i = 0; i < 8; i++)
-      _mm512_storeu_si512(out[4 * j + (uint32_t)i], pair[i]);
+  tile_decoder_init(&d, w, t, &k);
+  if (d.header & NEST_SPECIAL) {
+    Cancel none = cancel(w, t);
+    store_tile(&d, &k, &none, out);
+  } else {
+    store_tile(&d, &k, NULL, out);
   }
+  if (UNLIKELY(!tile_decoder_fits(&d)))
+    nest_decode_tile(w, t, out);
 }
 
 /* ---- raw ------------------------------------------------------------------------------------------- */
 
-/* 16 rows of 16 dwords, transposed in place. */
-ALWAYS_INLINE void transpose16(__m512i r[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) /* r[4q + c]: columns c, 4 + c, .. of rows 4q .. 4q + 3 */
-    for (int h = 0; h < 2; h++) {
-      r[i + 2 * h] = _mm512_unpacklo_epi64(t[i + h], t[i + 2 + h]);
-      r[i + 2 * h + 1] = _mm512_unpackhi_epi64(t[i + h], t[i + 2 + h]);
-    }
-  for (int c = 0; c < 4; c++) {
-    __m512i low01 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), high01 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
-    __m512i low23 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-    __m512i high23 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-    t[c] = _mm512_shuffle_i32x4(low01, low23, 0x88);
-    t[8 + c] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
-    t[4 + c] = _mm512_shuffle_i32x4(high01, high23, 0x88);
-    t[12 + c] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
-  }
-  for (int i = 0; i < 16; i++)
-    r[i] = t[i];
+/* 32 columns of a tile's row; zero past the matrix. */
+ALWAYS_INLINE __m512i load_raw(const uint16_t *p, bool there, size_t cols) {
+  if (there && cols == 32)
+    return _mm512_loadu_si512(p);
+  return there && cols ? _mm512_maskz_loadu_epi16((__mmask32)(0xffffffffu >> (32 - cols)), p) : _mm512_setzero_si512();
 }
 
-/* Columns 32 half .. 32 half + 31 of the tile's 16 rows; zero past the matrix. Fetches those of the next row block,
- * since hardware does not follow 16 rows; past the matrix that does nothing. */
-ALWAYS_INLINE void load_raw(const Matrix *w, size_t t, size_t half, __m512i r[16]) {
-  size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS + 32 * half;
-  size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = w->cols > k0 ? min_size(32, w->cols - k0) : 0;
-  const uint16_t *p = w->raw + r0 * w->cols + k0;
-  for (size_t i = NEST_ROWS; i < 2 * NEST_ROWS; i++)
-    _mm_prefetch((const char *)((uintptr_t)p + 2 * i * w->cols), _MM_HINT_T1);
-  if (rows == NEST_ROWS && cols == 32) {
-    for (size_t i = 0; i < 16; i++)
-      r[i] = _mm512_loadu_si512(p + i * w->cols);
-    return;
-  }
-  for (size_t i = 0; i < 16; i++)
-    r[i] = i < rows && cols ? _mm512_maskz_loadu_epi16((__mmask32)(0xffffffffu >> (32 - cols)), p + i * w->cols)
-                            : _mm512_setzero_si512();
-}
-
-/* As raw_decode_tile: columns (k, k + 4) of each eight become neighbours, then dwords are transposed. */
-static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_t t, TilePairs out) {
-  const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+/* As raw_decode_tile. Fetches the tile of the next row block, since hardware does not follow 16 rows; past the matrix
+ * that does nothing. */
+static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_t t, TileWords out) {
+  const __m512i columns = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
   for (size_t half = 0; half < 2; half++) {
-    __m512i r[16];
-    load_raw(w, t, half, r);
-    for (int i = 0; i < 16; i++)
-      r[i] = _mm512_shuffle_epi8(r[i], pairs);
-    transpose16(r);
-    for (int i = 0; i < 16; i++)
-      _mm512_storeu_si512(out[16 * half + (size_t)i], r[i]);
+    size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS + 32 * half;
+    size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = w->cols > k0 ? min_size(32, w->cols - k0) : 0;
+    const uint16_t *p = w->raw + r0 * w->cols + k0;
+    for (size_t i = NEST_ROWS; i < 2 * NEST_ROWS; i++)
+      _mm_prefetch((const char *)((uintptr_t)p + 2 * i * w->cols), _MM_HINT_T1);
+    for (size_t u = 0; u < 2; u++) {
+      __m512i v[8], x[8]; /* 8 rows of 8 qwords, transposed: neighbours, then pairs of neighbours */
+      for (size_t i = 0; i < 8; i++) {
+        size_t r = i / 2 * 4 + i % 2 + 2 * u;
+        v[i] = _mm512_shuffle_epi8(load_raw(p + r * w->cols, r < rows, cols), columns);
+      }
+      for (int i = 0; i < 8; i += 2) {
+        x[i] = _mm512_unpacklo_epi64(v[i], v[i + 1]);
+        x[i + 1] = _mm512_unpackhi_epi64(v[i], v[i + 1]);
+      }
+      for (int i = 0; i < 2; i++) { /* x[i], x[i + 2], ..: half lines i, i + 2, i + 4, i + 6 of two rows each */
+        __m512i low01 = _mm512_shuffle_i32x4(x[i], x[i + 2], 0x88), high01 = _mm512_shuffle_i32x4(x[i], x[i + 2], 0xdd);
+        __m512i low23 = _mm512_shuffle_i32x4(x[i + 4], x[i + 6], 0x88);
+        __m512i high23 = _mm512_shuffle_i32x4(x[i + 4], x[i + 6], 0xdd);
+        uint16_t *to = out[8 * half + (size_t)i] + 32 * u;
+        _mm512_storeu_si512(to, _mm512_shuffle_i32x4(low01, low23, 0x88));
+        _mm512_storeu_si512(to + 2 * 64, _mm512_shuffle_i32x4(high01, high23, 0x88));
+        _mm512_storeu_si512(to + 4 * 64, _mm512_shuffle_i32x4(low01, low23, 0xdd));
+        _mm512_storeu_si512(to + 6 * 64, _mm512_shuffle_i32x4(high01, high23, 0xdd));
+      }
+    }
   }
 }
 
-static void set_decode_tile(const Matrix *w, size_t t, TilePairs out) {
+static void set_decode_tile(const Matrix *w, size_t t, TileWords out) {
   if (w->codec == PYCASS_CODEC_NEST)
     set_nest_decode_tile(w, t, out);
   else
@@ -245,145 +318,134 @@ static void set_decode_tile(const Matrix *w, size_t t, TilePairs out) {
 
 /* ---- target product --------------------------------------------------------------------------------- */
 
-enum { MATMUL_TOKENS = 64, MATMUL_DIRECT = 4, MATMUL_CHUNK = 8 };
+enum { MATMUL_TOKENS = 64, SPAN = 4 };
 
-/* The pairs of a line times n tokens, x from the line's first column on. s[2t], s[2t + 1]: accumulators of token t. */
-ALWAYS_INLINE void multiply_line(__m512 *s, const __m512i pair[4], const float *x, size_t ldx, const int n) {
+/* sum += the products of the odd words of w and x, then of the even ones */
+ALWAYS_INLINE __m512 dot(__m512 sum, __m512i w, __m512i x) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
+#else
   const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
-  for (int i = 0; i < 4; i++) {
-    __m512 w0 = _mm512_castsi512_ps(_mm512_slli_epi32(pair[i], 16));
-    __m512 w1 = _mm512_castsi512_ps(_mm512_and_si512(pair[i], upper));
-    for (int t = 0; t < n; t++) {
-      s[2 * t] = _mm512_fmadd_ps(w0, _mm512_set1_ps(x[(size_t)t * ldx + (size_t)i]), s[2 * t]);
-      s[2 * t + 1] = _mm512_fmadd_ps(w1, _mm512_set1_ps(x[(size_t)t * ldx + (size_t)i + 4]), s[2 * t + 1]);
-    }
+  sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(w, upper)),
+                        _mm512_castsi512_ps(_mm512_and_si512(x, upper)), sum);
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), sum);
+#endif
+}
+
+/* A half line times n tokens. s[2 t], s[2 t + 1]: of each row s0 and s1, for the rows of the two vectors. */
+ALWAYS_INLINE void multiply_half_line(__m512 *s, __m512i w0, __m512i w1, const uint16_t *x, const int n) {
+  for (int t = 0; t < n; t++) {
+    __m512i v = _mm512_set1_epi64((long long)load_u64((const uint8_t *)(x + 4 * t)));
+    s[2 * t] = dot(s[2 * t], w0, v);
+    s[2 * t + 1] = dot(s[2 * t + 1], w1, v);
   }
 }
 
-/* A row block times n <= 4 tokens, the weights never leaving registers. */
-ALWAYS_INLINE void nest_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx,
-                                const int n) {
+/* s0 + s1 of the 16 rows */
+ALWAYS_INLINE void store_sums(float *y, const __m512 s[2]) {
+  _mm512_storeu_ps(y, _mm512_add_ps(_mm512_shuffle_ps(s[0], s[1], 0x88), _mm512_shuffle_ps(s[0], s[1], 0xdd)));
+}
+
+ALWAYS_INLINE void multiply_tile(__m512 *s, TileDecoder *d, const Constants *k, const Cancel *none,
+                                 const uint16_t *panel, const int n) {
+  for (uint32_t i = 0; i < 4; i++) {
+    __m512i v[4][2];
+    decode_lines(d, k, none, i, v);
+    for (uint32_t hl = 0; hl < 4; hl++)
+      multiply_half_line(s, v[hl][0], v[hl][1], panel + (4 * i + hl) * PANEL_TOKENS * 4, n);
+  }
+}
+
+/* A row block of a nest matrix times n <= 8 tokens, the weights never leaving registers. False if it is damaged. */
+ALWAYS_INLINE bool nest_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel, const int n) {
   const Constants k = constants();
-  __m512 s[2 * MATMUL_DIRECT];
+  bool fits = true;
+  __m512 s[2 * PANEL_TOKENS];
   for (int t = 0; t < 2 * n; t++)
     s[t] = _mm512_setzero_ps();
-  for (size_t g = 0; g < w->n_group; g++) {
+  for (size_t g = 0; g < w->n_group; g++, panel += PANEL_WORDS) {
     TileDecoder d;
-    tile_decoder_init(&d, w, block * w->n_group + g);
-    for (uint32_t j = 0; j < 8; j += 2) {
-      __m512i c = _mm512_loadu_si512(d.c + 32 * j), pair[4];
-      decode_line(&d, &k, j, 0, c, pair);
-      multiply_line(s, pair, x + g * NEST_COLS + 8 * j, ldx, n);
-      decode_line(&d, &k, j + 1, 1, c, pair);
-      multiply_line(s, pair, x + g * NEST_COLS + 8 * j + 8, ldx, n);
+    tile_decoder_init(&d, w, block * w->n_group + g, &k);
+    if (d.header & NEST_SPECIAL) {
+      Cancel none = cancel(w, block * w->n_group + g);
+      multiply_tile(s, &d, &k, &none, panel, n);
+    } else {
+      multiply_tile(s, &d, &k, NULL, panel, n);
     }
+    fits &= tile_decoder_fits(&d);
   }
   for (int t = 0; t < n; t++)
-    _mm512_storeu_ps(y + (size_t)t * ldy, _mm512_add_ps(s[2 * t], s[2 * t + 1]));
+    store_sums(y + (size_t)t * ldy, s + 2 * t);
+  return fits;
 }
 
-/* The same for raw: neighbouring columns are transposed together and then go to the same accumulator. */
-ALWAYS_INLINE void raw_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx,
-                               const int n) {
-  const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
-  __m512 s[2 * MATMUL_DIRECT];
-  for (int t = 0; t < 2 * n; t++)
-    s[t] = _mm512_setzero_ps();
-  for (size_t half = 0; half < 2 * (size_t)w->n_group; half++) {
-    const float *xh = x + 32 * half;
-    __m512i r[16];
-    load_raw(w, block * w->n_group + half / 2, half % 2, r);
-    transpose16(r);
-    for (int i = 0; i < 16; i++) {
-      __m512 w0 = _mm512_castsi512_ps(_mm512_slli_epi32(r[i], 16));
-      __m512 w1 = _mm512_castsi512_ps(_mm512_and_si512(r[i], upper));
-      for (int t = 0; t < n; t++) {
-        __m512 *st = &s[2 * t + (i % 4 >= 2)];
-        *st = _mm512_fmadd_ps(w0, _mm512_set1_ps(xh[(size_t)t * ldx + 2 * (size_t)i]), *st);
-        *st = _mm512_fmadd_ps(w1, _mm512_set1_ps(xh[(size_t)t * ldx + 2 * (size_t)i + 1]), *st);
-      }
-    }
-  }
-  for (int t = 0; t < n; t++)
-    _mm512_storeu_ps(y + (size_t)t * ldy, _mm512_add_ps(s[2 * t], s[2 * t + 1]));
-}
-
-ALWAYS_INLINE void direct_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx,
-                                  const int n) {
-  if (w->codec == PYCASS_CODEC_NEST)
-    nest_block_n(y, ldy, w, block, x, ldx, n);
-  else
-    raw_block_n(y, ldy, w, block, x, ldx, n);
-}
-
-static void direct_block(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx, uint32_t m) {
-  switch (m) {
-  case 1: direct_block_n(y, ldy, w, block, x, ldx, 1); break;
-  case 2: direct_block_n(y, ldy, w, block, x, ldx, 2); break;
-  case 3: direct_block_n(y, ldy, w, block, x, ldx, 3); break;
-  default: direct_block_n(y, ldy, w, block, x, ldx, 4); break;
+static bool nest_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel, uint32_t n) {
+  switch (n) {
+  case 1: return nest_block_n(y, ldy, w, block, panel, 1);
+  case 2: return nest_block_n(y, ldy, w, block, panel, 2);
+  case 3: return nest_block_n(y, ldy, w, block, panel, 3);
+  case 4: return nest_block_n(y, ldy, w, block, panel, 4);
+  case 5: return nest_block_n(y, ldy, w, block, panel, 5);
+  case 6: return nest_block_n(y, ldy, w, block, panel, 6);
+  case 7: return nest_block_n(y, ldy, w, block, panel, 7);
+  default: return nest_block_n(y, ldy, w, block, panel, 8);
   }
 }
 
-/* A decoded tile times n <= 8 tokens; sums [n][2] wait in memory between tiles. The activations are copied, so that
- * they are at constant distances from one address. */
-ALWAYS_INLINE void tile_chunk_n(__m512 *sums, TilePairs tile, const float *x, size_t ldx, const int n) {
-  _Alignas(64) float acts[MATMUL_CHUNK][NEST_COLS];
-  __m512 s[2 * MATMUL_CHUNK];
-  for (int t = 0; t < n; t++)
-    for (int i = 0; i < NEST_COLS; i += 16)
-      _mm512_store_ps(acts[t] + i, _mm512_loadu_ps(x + (size_t)t * ldx + i));
+/* Decoded tiles of groups in turn times n <= 8 tokens; sums [n][2] wait in memory meanwhile. */
+ALWAYS_INLINE void tiles_panel_n(__m512 *sums, TileWords *tile, size_t n_tile, const uint16_t *panel, const int n) {
+  __m512 s[2 * PANEL_TOKENS];
   for (int t = 0; t < 2 * n; t++)
     s[t] = sums[t];
-  for (int j = 0; j < 8; j++) {
-    __m512i pair[4];
-    for (int i = 0; i < 4; i++)
-      pair[i] = _mm512_loadu_si512(tile[4 * j + i]);
-    multiply_line(s, pair, acts[0] + 8 * j, NEST_COLS, n);
-  }
+  const uint16_t *words = tile[0][0];
+  for (size_t hl = 0; hl < 16 * n_tile; hl++, words += 64, panel += PANEL_TOKENS * 4)
+    multiply_half_line(s, _mm512_loadu_si512(words), _mm512_loadu_si512(words + 32), panel, n);
   for (int t = 0; t < 2 * n; t++)
     sums[t] = s[t];
 }
 
 /* Not inlined, like the decoders: together they spill. */
-static __attribute__((noinline)) void tile_chunk(__m512 *sums, TilePairs tile, const float *x, size_t ldx, uint32_t n) {
+static __attribute__((noinline)) void tiles_panel(__m512 *sums, TileWords *tile, size_t n_tile, const uint16_t *panel,
+                                                  uint32_t n) {
   switch (n) {
-  case 1: tile_chunk_n(sums, tile, x, ldx, 1); break;
-  case 2: tile_chunk_n(sums, tile, x, ldx, 2); break;
-  case 3: tile_chunk_n(sums, tile, x, ldx, 3); break;
-  case 4: tile_chunk_n(sums, tile, x, ldx, 4); break;
-  case 5: tile_chunk_n(sums, tile, x, ldx, 5); break;
-  case 6: tile_chunk_n(sums, tile, x, ldx, 6); break;
-  case 7: tile_chunk_n(sums, tile, x, ldx, 7); break;
-  default: tile_chunk_n(sums, tile, x, ldx, 8); break;
+  case 1: tiles_panel_n(sums, tile, n_tile, panel, 1); break;
+  case 2: tiles_panel_n(sums, tile, n_tile, panel, 2); break;
+  case 3: tiles_panel_n(sums, tile, n_tile, panel, 3); break;
+  case 4: tiles_panel_n(sums, tile, n_tile, panel, 4); break;
+  case 5: tiles_panel_n(sums, tile, n_tile, panel, 5); break;
+  case 6: tiles_panel_n(sums, tile, n_tile, panel, 6); break;
+  case 7: tiles_panel_n(sums, tile, n_tile, panel, 7); break;
+  default: tiles_panel_n(sums, tile, n_tile, panel, 8); break;
   }
 }
 
-/* A row block times m <= 64 tokens: each tile is decoded once, into L1. */
-static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const float *x, size_t ldx, uint32_t m) {
+/* A row block times m <= 64 tokens: each tile is decoded once, into L1, a few groups at a time. */
+static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panels, uint32_t m) {
   __m512 sums[2 * MATMUL_TOKENS];
   for (uint32_t i = 0; i < 2 * m; i++)
     sums[i] = _mm512_setzero_ps();
-  for (size_t g = 0; g < w->n_group; g++) {
-    _Alignas(64) TilePairs tile;
-    set_decode_tile(w, block * w->n_group + g, tile);
-    for (uint32_t i = 0; i < m; i += MATMUL_CHUNK)
-      tile_chunk(sums + 2 * i, tile, x + i * ldx + g * NEST_COLS, ldx, m - i < MATMUL_CHUNK ? m - i : MATMUL_CHUNK);
+  for (size_t g = 0; g < w->n_group; g += SPAN) {
+    _Alignas(64) TileWords tile[SPAN];
+    size_t n = min_size(SPAN, w->n_group - g);
+    for (size_t i = 0; i < n; i++)
+      set_decode_tile(w, block * w->n_group + g + i, tile[i]);
+    for (uint32_t i = 0; i < m; i += PANEL_TOKENS)
+      tiles_panel(sums + 2 * i, tile, n, panels + panel_at(i, w->n_group, g), m - i < PANEL_TOKENS ? m - i : PANEL_TOKENS);
   }
   for (uint32_t i = 0; i < m; i++)
-    _mm512_storeu_ps(y + i * ldy, _mm512_add_ps(sums[2 * i], sums[2 * i + 1]));
+    store_sums(y + i * ldy, sums + 2 * i);
 }
 
-static inline void set_matmul(float *y, size_t ldy, const Matrix *w, const float *x, size_t ldx, uint32_t m,
-                              uint32_t block0, uint32_t block1) {
+static inline void set_matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
+                              uint32_t block1) {
   for (uint32_t i = 0; i < m; i += MATMUL_TOKENS) {
     uint32_t n = m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS;
+    const uint16_t *part = panels + panel_at(i, w->n_group, 0);
     for (size_t block = block0; block < block1; block++) {
       float *out = y + i * ldy + block * NEST_ROWS;
-      if (n <= MATMUL_DIRECT)
-        direct_block(out, ldy, w, block, x + i * ldx, ldx, n);
-      else
-        tiled_block(out, ldy, w, block, x + i * ldx, ldx, n);
+      bool direct = w->codec == PYCASS_CODEC_NEST && n <= PANEL_TOKENS;
+      if (!direct || !nest_block(out, ldy, w, block, part, n))
+        tiled_block(out, ldy, w, block, part, n);
     }
   }
 }
@@ -416,7 +478,7 @@ typedef struct DraftPart {
  * dpbusd wants them; the sum of q takes it off again. */
 ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_t block, const int n) {
   const __m512i magnitude = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(4, 13, 22, 31, 43, 61, 85, 119, -4, -13, -22, -31, -43, -61, -85, -119));
+      _mm_setr_epi8(22, 31, 43, 61, 85, 119, 13, 4, -22, -31, -43, -61, -85, -119, -13, -4));
   const __m512i value = _mm512_xor_si512(magnitude, _mm512_set1_epi8((char)0x80));
   const size_t n_group = d->w->n_group;
   __m512 s[DRAFT_CHUNK];

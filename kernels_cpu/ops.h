@@ -91,6 +91,12 @@ static void ops_to_bf16(uint16_t *out, const float *x, size_t n) {
   }
 }
 
+static inline void ops_round(uint16_t *panels, const float *x, uint32_t n_group) {
+  for (size_t hl = 0; hl < 16 * (size_t)n_group; hl++)
+    for (size_t c = 0; c < 4; c++)
+      panels[hl * PANEL_TOKENS * 4 + c] = bf16_from_f32(x[hl / 2 * 8 + hl % 2 + 2 * c]);
+}
+
 static inline float ops_dot_bf16(const float *q, const uint16_t *k, uint32_t n) {
   float lane[LANES] = {0};
   uint32_t i = 0;
@@ -121,16 +127,19 @@ static inline void ops_softmax(float *s, uint32_t n) {
 }
 
 static inline void ops_attention(const AttentionArgs *a) {
-  for (uint32_t p = 0; p < a->n_pos; p++)
-    a->scores[p] = ops_dot_bf16(a->q, a->k + p * a->stride, a->head_dim) * a->scale;
-  ops_softmax(a->scores, a->n_pos);
-  for (uint32_t i = 0; i < a->head_dim; i++)
-    a->out[i] = 0;
-  for (uint32_t p = 0; p < a->n_pos; p++) {
-    const uint16_t *v = a->v + p * a->stride;
-    float w = a->scores[p], *restrict out = a->out;
+  for (uint32_t h = 0; h < a->n_head; h++) {
+    const float *q = a->q + (size_t)h * a->head_dim;
+    float *scores = a->scores + h * a->ld_scores, *restrict out = a->out + (size_t)h * a->head_dim;
+    for (uint32_t p = 0; p < a->n_pos; p++)
+      scores[p] = ops_dot_bf16(q, a->k + p * a->stride, a->head_dim) * a->scale;
+    ops_softmax(scores, a->n_pos);
     for (uint32_t i = 0; i < a->head_dim; i++)
-      out[i] = fmaf(w, bf16_to_f32(v[i]), out[i]);
+      out[i] = 0;
+    for (uint32_t p = 0; p < a->n_pos; p++) {
+      const uint16_t *v = a->v + p * a->stride;
+      for (uint32_t i = 0; i < a->head_dim; i++)
+        out[i] = fmaf(scores[p], bf16_to_f32(v[i]), out[i]);
+    }
   }
 }
 
@@ -191,7 +200,7 @@ static inline void ops_quantize(QuantActs *q, const float *x, size_t ldx, uint32
 #define OPS_COMMON                                                                                                     \
   .rmsnorm = ops_rmsnorm, .rope = ops_rope, .add = ops_add, .add_bf16 = ops_add_bf16, .to_bf16 = ops_to_bf16
 #define OPS_TABLE                                                                                                      \
-  OPS_COMMON, .quantize = ops_quantize, .swiglu = ops_swiglu, .attention = ops_attention, .max = ops_max,              \
+  OPS_COMMON, .round = ops_round, .quantize = ops_quantize, .swiglu = ops_swiglu, .attention = ops_attention, .max = ops_max,              \
               .sum_exp = ops_sum_exp
 
 #endif

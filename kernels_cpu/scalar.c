@@ -2,41 +2,39 @@
 #include "ops.h"
 #include "sets.h"
 
-static void decode_tile(const Matrix *w, size_t t, TilePairs out) {
+static void decode_tile(const Matrix *w, size_t t, TileWords out) {
   if (w->codec == PYCASS_CODEC_NEST)
     nest_decode_tile(w, t, out);
   else
     raw_decode_tile(w, t, out);
 }
 
-static void matmul(float *y, size_t ldy, const Matrix *w, const float *x, size_t ldx, uint32_t m, uint32_t block0,
+/* s += the product of row r of a tile with a token's activations [16][PANEL_TOKENS][4]. */
+static void multiply_row(float s[2], TileWords tile, uint32_t r, const uint16_t *x) {
+  for (uint32_t hl = 0; hl < 16; hl++, x += PANEL_TOKENS * 4)
+    for (uint32_t i = 0; i < 2; i++)
+      for (uint32_t c = 2 * i + 2; c-- > 2 * i;)
+        s[i] = fmaf(bf16_to_f32(tile[hl][tile_word(r, c)]), bf16_to_f32(x[c]), s[i]);
+}
+
+static void matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
                    uint32_t block1) {
-  for (uint32_t block = block0; block < block1; block++) {
-    for (uint32_t i = 0; i < m; i++)
-      memset(y + i * ldy + (size_t)block * NEST_ROWS, 0, NEST_ROWS * sizeof *y);
-    /* s1 waits in an array, s0 in y */
-    float s1[64][NEST_ROWS];
-    for (uint32_t i0 = 0; i0 < m; i0 += 64) {
-      uint32_t count = m - i0 < 64 ? m - i0 : 64;
-      memset(s1, 0, sizeof s1);
+  enum { TOKENS = 64 };
+  for (uint32_t block = block0; block < block1; block++)
+    for (uint32_t i0 = 0; i0 < m; i0 += TOKENS) {
+      uint32_t count = m - i0 < TOKENS ? m - i0 : TOKENS;
+      float s[TOKENS][NEST_ROWS][2] = {{{0}}};
       for (uint32_t g = 0; g < w->n_group; g++) {
-        TilePairs tile;
+        TileWords tile;
         decode_tile(w, (size_t)block * w->n_group + g, tile);
-        for (uint32_t i = 0; i < count; i++) {
-          const float *xg = x + (i0 + i) * ldx + (size_t)g * NEST_COLS;
-          float *s0 = y + (i0 + i) * ldy + (size_t)block * NEST_ROWS;
-          for (uint32_t p = 0; p < 32; p++)
-            for (uint32_t r = 0; r < NEST_ROWS; r++) {
-              s0[r] = fmaf(bf16_to_f32(tile[p][r][0]), xg[p / 4 * 8 + p % 4], s0[r]);
-              s1[i][r] = fmaf(bf16_to_f32(tile[p][r][1]), xg[p / 4 * 8 + p % 4 + 4], s1[i][r]);
-            }
-        }
+        for (uint32_t i = 0; i < count; i++)
+          for (uint32_t r = 0; r < NEST_ROWS; r++)
+            multiply_row(s[i][r], tile, r, panels + panel_at(i0 + i, w->n_group, g));
       }
       for (uint32_t i = 0; i < count; i++)
         for (uint32_t r = 0; r < NEST_ROWS; r++)
-          y[(i0 + i) * ldy + (size_t)block * NEST_ROWS + r] += s1[i][r];
+          y[(i0 + i) * ldy + (size_t)block * NEST_ROWS + r] = s[i][r][0] + s[i][r][1];
     }
-  }
 }
 
 /* Integer dot product of row r of tile t with q [64]. */

@@ -51,16 +51,18 @@ static bool runs_avx2(void) {
 
 static bool runs_avx512(void) {
   Features f = features();
-  /* f, dq, bw, vl; vbmi, vbmi2, vnni */
-  return runs_avx2() && has(f.b7, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) && has(f.c7, 1u << 1 | 1u << 6 | 1u << 11) &&
+  /* f, dq, bw, vl; vbmi, vbmi2, gfni, vnni */
+  return runs_avx2() && has(f.b7, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) && has(f.c7, 1u << 1 | 1u << 6 | 1u << 8 | 1u << 11) &&
          (f.state & XCR0_AVX512) == XCR0_AVX512;
 }
+
+static bool runs_avx512bf16(void) { return runs_avx512() && has(features().a71, 1u << 5); }
 
 static bool runs_amx(void) {
 #if defined(__linux__)
   Features f = features();
-  /* avx512_bf16; amx-bf16, amx-tile; then Linux's permission for the tile data (arch_prctl, ARCH_REQ_XCOMP_PERM) */
-  return runs_avx512() && has(f.a71, 1u << 5) && has(f.d7, 1u << 22 | 1u << 24) &&
+  /* amx-bf16, amx-tile; then Linux's permission for the tile data (arch_prctl, ARCH_REQ_XCOMP_PERM) */
+  return runs_avx512bf16() && has(f.d7, 1u << 22 | 1u << 24) &&
          (f.state & XCR0_AMX) == XCR0_AMX && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #else
   return false;
@@ -78,6 +80,7 @@ static const struct {
     {&kernels_amx, runs_amx},
 #endif
 #if defined(PYCASS_HAVE_AVX512)
+    {&kernels_avx512bf16, runs_avx512bf16},
     {&kernels_avx512, runs_avx512},
 #endif
 #if defined(PYCASS_HAVE_AVX2)

@@ -8,9 +8,10 @@
 #define CASS_SIMD_OPS_H
 
 #include "ops.h"
-#include "side_bits.h"
 
 enum { VECTORS = LANES / V_WIDTH, SCORES = 4 };
+/* Heads that read a key or a value together, as registers allow. */
+enum { SCORE_HEADS = V_WIDTH == 16 ? 4 : 1, MIX_HEADS = V_WIDTH == 16 ? 2 : 1 };
 
 ALWAYS_INLINE V simd_exp(V x) { /* ops_exp */
   V clamped = V_MAX(V_SET1(-87.0f), x), magic = V_SET1(12582912.0f);
@@ -27,6 +28,23 @@ ALWAYS_INLINE V simd_exp(V x) { /* ops_exp */
   return V_ZERO_BELOW(x, -87.0f, V_MUL(p, V_POW2(n)));
 }
 
+/* As ops_round: eight columns, of two half lines, at a time. */
+static void simd_round(uint16_t *panels, const float *x, uint32_t n_group) {
+  const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1), quiet = _mm256_set1_epi32(0x40);
+  const __m128i columns = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  for (size_t j = 0; j < 8 * (size_t)n_group; j++) {
+    __m256 v = _mm256_loadu_ps(x + 8 * j);
+    __m256i u = _mm256_castps_si256(v), top = _mm256_srli_epi32(u, 16);
+    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(u, half), _mm256_and_si256(top, one));
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_or_si256(top, quiet), nan);
+    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+    words = _mm_shuffle_epi8(words, columns);
+    _mm_storel_epi64((__m128i *)(panels + 2 * j * PANEL_TOKENS * 4), words);
+    _mm_storel_epi64((__m128i *)(panels + (2 * j + 1) * PANEL_TOKENS * 4), _mm_srli_si128(words, 8));
+  }
+}
+
 static void simd_swiglu(float *gate, const float *up, size_t n) {
   size_t i = 0;
   for (; i + V_WIDTH <= n; i += V_WIDTH) {
@@ -37,27 +55,32 @@ static void simd_swiglu(float *gate, const float *up, size_t n) {
   ops_swiglu(gate + i, up + i, n - i);
 }
 
-/* Scores of four positions. n a multiple of 16 */
-ALWAYS_INLINE void simd_scores(float *scores, const float *q, const uint16_t *k, size_t stride, uint32_t n,
-                               float scale) {
-  V lane[SCORES][VECTORS];
-  for (int p = 0; p < SCORES; p++)
-    for (int v = 0; v < VECTORS; v++)
-      lane[p][v] = V_SET1(0.0f);
-  for (uint32_t i = 0; i < n; i += LANES)
-    for (uint32_t v = 0; v < VECTORS; v++) {
-      V qv = V_LOAD(q + i + v * V_WIDTH);
-      for (size_t p = 0; p < SCORES; p++)
-        lane[p][v] = V_FMA(qv, V_BF16(k + p * stride + i + v * V_WIDTH), lane[p][v]);
+/* Scores of n_head heads at the four positions from p on. head_dim a multiple of 16 */
+ALWAYS_INLINE void simd_scores(const AttentionArgs *a, uint32_t head, uint32_t p, const int n_head) {
+  const float *q = a->q + (size_t)head * a->head_dim;
+  const uint16_t *k = a->k + p * a->stride;
+  V lane[SCORE_HEADS][SCORES][VECTORS];
+  for (int h = 0; h < n_head; h++)
+    for (int i = 0; i < SCORES; i++)
+      for (int v = 0; v < VECTORS; v++)
+        lane[h][i][v] = V_SET1(0.0f);
+  for (uint32_t d = 0; d < a->head_dim; d += LANES)
+    for (uint32_t v = 0; v < VECTORS; v++)
+      for (size_t i = 0; i < SCORES; i++) {
+        V key = V_BF16(k + i * a->stride + d + v * V_WIDTH);
+        for (int h = 0; h < n_head; h++)
+          lane[h][i][v] = V_FMA(V_LOAD(q + (size_t)h * a->head_dim + d + v * V_WIDTH), key, lane[h][i][v]);
+      }
+  for (int h = 0; h < n_head; h++) {
+    __m128 s[SCORES]; /* as ops_sum_lanes */
+    for (int i = 0; i < SCORES; i++) {
+      __m256 halves = V_HALVES(lane[h][i]);
+      s[i] = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
     }
-  __m128 s[SCORES]; /* as ops_sum_lanes */
-  for (int p = 0; p < SCORES; p++) {
-    __m256 halves = V_HALVES(lane[p]);
-    s[p] = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+    _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
+    __m128 sum = _mm_add_ps(_mm_add_ps(s[0], s[2]), _mm_add_ps(s[1], s[3]));
+    _mm_storeu_ps(a->scores + ((size_t)head + (size_t)h) * a->ld_scores + p, _mm_mul_ps(sum, _mm_set1_ps(a->scale)));
   }
-  _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
-  __m128 sum = _mm_add_ps(_mm_add_ps(s[0], s[2]), _mm_add_ps(s[1], s[3]));
-  _mm_storeu_ps(scores, _mm_mul_ps(sum, _mm_set1_ps(scale)));
 }
 
 static float simd_max(const float *x, size_t n) { /* ops_max */
@@ -115,17 +138,33 @@ ALWAYS_INLINE void simd_softmax(float *s, uint32_t n) { /* ops_softmax */
     s[i] *= inverse;
 }
 
-/* n vectors of the output, in registers over all positions. */
-ALWAYS_INLINE void simd_mix(const AttentionArgs *a, uint32_t at, const int n) {
-  V out[8];
-  for (int v = 0; v < n; v++)
-    out[v] = V_SET1(0.0f);
+/* n vectors of the output of n_head heads, in registers over all positions. */
+ALWAYS_INLINE void simd_mix(const AttentionArgs *a, uint32_t head, uint32_t at, const int n, const int n_head) {
+  V out[MIX_HEADS][8];
+  for (int h = 0; h < n_head; h++)
+    for (int v = 0; v < n; v++)
+      out[h][v] = V_SET1(0.0f);
+  const float *scores = a->scores + head * a->ld_scores;
   const uint16_t *value = a->v + at;
   for (uint32_t p = 0; p < a->n_pos; p++, value += a->stride)
+    for (int v = 0; v < n; v++) {
+      V x = V_BF16(value + v * V_WIDTH);
+      for (int h = 0; h < n_head; h++)
+        out[h][v] = V_FMA(V_SET1(scores[(size_t)h * a->ld_scores + p]), x, out[h][v]);
+    }
+  for (int h = 0; h < n_head; h++)
     for (int v = 0; v < n; v++)
-      out[v] = V_FMA(V_SET1(a->scores[p]), V_BF16(value + v * V_WIDTH), out[v]);
-  for (int v = 0; v < n; v++)
-    V_STORE(a->out + at + v * V_WIDTH, out[v]);
+      V_STORE(a->out + ((size_t)head + (size_t)h) * a->head_dim + at + v * V_WIDTH, out[h][v]);
+}
+
+ALWAYS_INLINE void simd_mix_all(const AttentionArgs *a, uint32_t head, const int n_head) {
+  uint32_t i = 0;
+  for (; i + 8 * V_WIDTH <= a->head_dim; i += 8 * V_WIDTH)
+    simd_mix(a, head, i, 8, n_head);
+  for (; i + 4 * V_WIDTH <= a->head_dim; i += 4 * V_WIDTH)
+    simd_mix(a, head, i, 4, n_head);
+  for (; i < a->head_dim; i += V_WIDTH)
+    simd_mix(a, head, i, 1, n_head);
 }
 
 static void simd_attention(const AttentionArgs *a) {
@@ -133,23 +172,27 @@ static void simd_attention(const AttentionArgs *a) {
     ops_attention(a);
     return;
   }
-  uint32_t p = 0;
-  for (; p + SCORES <= a->n_pos; p += SCORES)
-    simd_scores(a->scores + p, a->q, a->k + p * a->stride, a->stride, a->head_dim, a->scale);
+  uint32_t p = 0, h;
+  for (; p + SCORES <= a->n_pos; p += SCORES) {
+    for (h = 0; h + SCORE_HEADS <= a->n_head; h += SCORE_HEADS)
+      simd_scores(a, h, p, SCORE_HEADS);
+    for (; h < a->n_head; h++)
+      simd_scores(a, h, p, 1);
+  }
   for (; p < a->n_pos; p++)
-    a->scores[p] = ops_dot_bf16(a->q, a->k + p * a->stride, a->head_dim) * a->scale;
-  simd_softmax(a->scores, a->n_pos);
-  uint32_t i = 0;
-  for (; i + 8 * V_WIDTH <= a->head_dim; i += 8 * V_WIDTH)
-    simd_mix(a, i, 8);
-  for (; i + 4 * V_WIDTH <= a->head_dim; i += 4 * V_WIDTH)
-    simd_mix(a, i, 4);
-  for (; i < a->head_dim; i += V_WIDTH)
-    simd_mix(a, i, 1);
+    for (h = 0; h < a->n_head; h++)
+      a->scores[h * a->ld_scores + p] =
+          ops_dot_bf16(a->q + (size_t)h * a->head_dim, a->k + p * a->stride, a->head_dim) * a->scale;
+  for (h = 0; h < a->n_head; h++)
+    simd_softmax(a->scores + h * a->ld_scores, a->n_pos);
+  for (h = 0; h + MIX_HEADS <= a->n_head; h += MIX_HEADS)
+    simd_mix_all(a, h, MIX_HEADS);
+  for (; h < a->n_head; h++)
+    simd_mix_all(a, h, 1);
 }
 
 #define SIMD_OPS_TABLE                                                                                                 \
-  OPS_COMMON, .quantize = simd_quantize, .swiglu = simd_swiglu, .attention = simd_attention, .max = simd_max,          \
+  OPS_COMMON, .round = simd_round, .quantize = simd_quantize, .swiglu = simd_swiglu, .attention = simd_attention, .max = simd_max,          \
               .sum_exp = simd_sum_exp
 
 #endif

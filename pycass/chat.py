@@ -160,7 +160,8 @@ def summary(c, stats=None):
     parts = [f"prompt {u.prompt_tokens} tokens{reused}, {t.prompt_tps:.1f} t/s"]
     parts.append(f"generated {u.completion_tokens}, {t.decode_tps:.1f} t/s")
     if s.drafted:
-        parts.append(f"drafted {s.drafted}, accepted {s.accepted}, {s.mean_len:.2f} tokens per step")
+        looked_up = f" (looked up {s.ngram_drafted}, accepted {s.ngram_accepted})" if s.ngram_drafted else ""
+        parts.append(f"drafted {s.drafted}, accepted {s.accepted}{looked_up}, {s.mean_len:.2f} tokens per step")
     if ratio := _speed_up(stats):
         parts.append(f"{ratio:.2f}x the speed without speculation")
     if s.disabled:

@@ -82,7 +82,7 @@ def load_model(name, o, console):
         threads_batch=o["threads_batch"],
         batch_size=o["batch_size"],
         kernel=o["kernel"],
-        mmap=not o["no_mmap"],
+        mmap=o["mmap"],
         mlock=o["mlock"],
         **({"rope_scaling": scaling} if scaling else {}),
     )

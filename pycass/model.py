@@ -17,7 +17,7 @@ from pycass.file import config_of, json_of
 from pycass.tokenizer import StopMatcher, Tokenizer
 
 _SPEC_MODES = {"off": lib.PYCASS_SPEC_OFF, "on": lib.PYCASS_SPEC_ON, "auto": lib.PYCASS_SPEC_AUTO}
-_MAX_STEP = 17  # tokens of one step: 16 drafted and one more
+_MAX_STEP = 32  # tokens of one step: 31 guessed and one more
 _PROMPT_PIECE = 512  # tokens of a prompt between two looks for an interrupt
 
 
@@ -43,7 +43,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Spec:
-    """Speculation of a completion: `steps` target passes; `mean_len` tokens per step; `disabled`: auto turned it off."""
+    """Speculation of a completion: `steps` target passes; `mean_len` tokens per step; `disabled`: auto turned drafting
+    off. `ngram_drafted` and `ngram_accepted` of the tokens were looked up in the text, not made by the draft."""
 
     steps: int
     drafted: int
@@ -51,6 +52,8 @@ class Spec:
     acceptance: float
     mean_len: float
     disabled: bool
+    ngram_drafted: int
+    ngram_accepted: int
 
 
 @dataclass(frozen=True)
@@ -115,14 +118,16 @@ class Model:
         threads_batch: int = 0,
         batch_size: int = 0,
         kernel: str | None = None,
-        mmap: bool = True,
+        mmap: bool | None = None,
         mlock: bool = False,
         rope_scaling: dict | None = None,
     ) -> "Model":
-        """Maps a `.cass` file; `pycass.pull.resolve` gives one for a name, a GGUF file or a Hugging Face folder.
+        """Loads a `.cass` file; `pycass.pull.resolve` gives one for a name, a GGUF file or a Hugging Face folder.
 
         n_ctx: tokens of context; 0: the model's, at most 4096. threads: 0: physical cores; threads_batch: for
-        prompts. kernel: "scalar", "avx2", "avx512" or "amx"; None: $PYCASS_KERNEL, else the best.
+        prompts. kernel: "scalar", "avx2", "avx512", "avx512bf16" or "amx"; None: $PYCASS_KERNEL, else the best.
+        mmap: map the file, which shares its memory with other processes, or read it into huge pages, which are
+        faster; None: read it if there is room.
         rope_scaling: replaces the file's, in transformers' terms: {"rope_type": "yarn", "factor": 4.0, ...}.
         """
         path, keep = _path(path), []
@@ -133,7 +138,8 @@ class Model:
                 raise KernelUnavailable(f"no kernel set {kernel!r}; there are: {', '.join(names)}")
             keep.append(ffi.new("char[]", kernel.encode()))
             options.kernel = keep[-1]
-        options.no_mmap, options.mlock = not mmap, mlock
+        options.loading = lib.PYCASS_LOAD_AUTO if mmap is None else lib.PYCASS_LOAD_MAP if mmap else lib.PYCASS_LOAD_READ
+        options.mlock = mlock
         if rope_scaling:
             keep.append(_set_rope(options, path, rope_scaling))
         out = ffi.new("pycass_model **")
@@ -160,7 +166,8 @@ class Model:
         temperature=0.0 (the most likely token), top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0,
         repeat_last_n=64, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={id: bias}, seed=None (random),
         stop=None (a string or several), ignore_eos=False, spec="auto" ("on", "off"), draft_max=8,
-        draft_fixed=False (always draft_max tokens), logprobs=False.
+        draft_fixed=False (always draft_max tokens), spec_ngram=None (whether what followed the last tokens where they
+        stood before is guessed too, beyond draft_max; None: unless draft_fixed), logprobs=False.
         """
         with self._lock:  # other threads wait until it is done
             stream = self.stream(prompt, max_tokens, **options)
@@ -376,6 +383,8 @@ class Stream:
                 acceptance=s["accepted"] / s["drafted"] if s["drafted"] else 0.0,
                 mean_len=(steps + s["accepted"]) / steps if steps else 0.0,
                 disabled=bool(s["spec_disabled"]),
+                ngram_drafted=s["ngram_drafted"],
+                ngram_accepted=s["ngram_accepted"],
             ),
             logprobs=[t.logprob for t in tokens] if self._record else None,
             logits_hash=f"{r.logits_crc():08x}" if self._record else None,
@@ -438,6 +447,7 @@ def _options(
     spec="auto",
     draft_max=8,
     draft_fixed=False,
+    spec_ngram=None,
 ):
     """The C structures of a generation's options, and what must live as long as they do."""
     if not isinstance(spec, str) or spec not in _SPEC_MODES:
@@ -468,7 +478,8 @@ def _options(
     )
     speculation = ffi.new(
         "pycass_speculation *", {"mode": _SPEC_MODES[spec], "draft_max": _int32(draft_max, "draft_max"),
-                                 "draft_fixed": bool(draft_fixed)}
+                                 "draft_fixed": bool(draft_fixed),
+                                 "ngram": not draft_fixed if spec_ngram is None else bool(spec_ngram)}
     )  # fmt: skip
     return sampling, speculation, (ids, values)
 

@@ -93,7 +93,8 @@ def as_object(c, ids, seed, o, inside=False):
         "finish_reason": c.finish_reason,
         "seed": seed,
         "timings": {k: getattr(t, k) for k in ("prompt_ms", "prompt_tps", "decode_ms", "decode_tps")},
-        "spec": {k: getattr(s, k) for k in ("steps", "drafted", "accepted", "acceptance", "mean_len", "disabled")},
+        "spec": {k: getattr(s, k) for k in ("steps", "drafted", "accepted", "acceptance", "mean_len", "disabled",
+                                            "ngram_drafted", "ngram_accepted")},
     }
     return found
 

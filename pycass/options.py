@@ -96,7 +96,8 @@ model = stack(
     option("-b", "--batch-size", type=click.IntRange(0, 4096), default=0, metavar="N",
            help="Prompt tokens per pass; 0: 512."),
     option("--kernel", default=None, metavar="NAME", help="Force a kernel set (see `pycass info`)."),
-    option("--no-mmap", is_flag=True, help="Read the file into memory instead of mapping it."),
+    option("--mmap/--no-mmap", default=None,
+           help="Map the file, or read it into memory, which is faster. Without either: read it if there is room."),
     option("--mlock", is_flag=True, help="Keep the weights resident."),
     option("--rope-scaling", type=click.Choice(["none", "linear", "yarn"]), default=None,
            help="Replace the model's rope scaling; linear and yarn take their factor from --rope-scale."),
@@ -143,6 +144,8 @@ speculation = stack(
            help="Self-speculation. The output is the same; auto turns it off when it does not pay."),
     option("--draft-max", "--spec-draft-n-max", "--draft", "draft_max", type=click.IntRange(1, 16), default=8,
            show_default=True, metavar="N", help="Longest draft."),
+    option("--ngram/--no-ngram", default=True, show_default=True,
+           help="Also guess what followed the last tokens where they stood before; not counted in --draft-max."),
 )  # fmt: skip
 
 template = stack(
@@ -174,5 +177,6 @@ def generation(o, seed):
         "stop": list(o["reverse_prompt"]) or None,
         "spec": o["spec"],
         "draft_max": o["draft_max"],
+        "spec_ngram": o["ngram"],
         "seed": seed,
     }

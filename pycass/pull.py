@@ -15,8 +15,6 @@ from pathlib import Path
 
 from .errors import ConversionError, DownloadError, FormatError, InvalidArgument, PycassError
 
-_CACHE_LAYOUT = 1  # part of every key: raise it when older conversions must not be reused
-
 
 @dataclass(frozen=True)
 class Known:
@@ -139,7 +137,9 @@ def _source_key(path):
 
 
 def _cache_path(name, key):
-    digest = hashlib.sha256(f"{_CACHE_LAYOUT} {key}".encode()).hexdigest()[:12]
+    from .convert.writer import VERSION  # of the format: builds that read another one keep their own files
+
+    digest = hashlib.sha256(f"{VERSION} {key}".encode()).hexdigest()[:12]
     stem = re.sub(r"[^\w.+-]+", "_", name.removesuffix(".gguf")) or "model"
     return cache_dir() / f"{stem}-{digest}.cass"
 

@@ -22,10 +22,10 @@ try:
 except ImportError:  # no locks: then leftovers of killed conversions stay
     fcntl = None
 
-MAGIC, VERSION, HEADER = b"\x89CASS\r\n\x1a", 1, 4096
+MAGIC, VERSION, HEADER = b"\x89CASS\r\n\x1a", 2, 4096
 RAW, NEST = 0, 1
 SPECULATION, VERIFICATION, CONFIG, DIRECTORY, JSON = range(1, 6)
-PART_RAW, PART_A, PART_X, PART_B, PART_C, PART_SIDE = 1, 16, 17, 18, 19, 20
+PART_RAW, PART_A, PART_X, PART_B, PART_SIDE = 1, 16, 17, 18, 19
 SIDE_TAIL = 1024  # zero bytes behind the side records, so that a damaged file cannot be read past its end
 
 
@@ -52,9 +52,9 @@ class Plan:
 
 
 def nest_parts(rows, cols):
-    """(tiles, sizes of A, X, B, C) of a [rows, cols] matrix."""
+    """(tiles, sizes of A, X, B) of a [rows, cols] matrix."""
     tiles = -(-rows // 16) * -(-cols // 64)
-    return tiles, 512 * tiles, _align(16 * tiles), 512 * tiles, 256 * tiles
+    return tiles, 512 * tiles, _align(16 * tiles), 768 * tiles
 
 
 def make_plan(tensors, codec):
@@ -62,7 +62,7 @@ def make_plan(tensors, codec):
     plans, at = [], 0
     for ref in tensors.values():
         if codec == "nest" and len(ref.shape) == 2:
-            tiles, a, x, *_ = nest_parts(ref.rows, ref.cols)
+            tiles, a, x, _ = nest_parts(ref.rows, ref.cols)
             plans.append(Plan(ref, NEST, {PART_A: [1, at, a], PART_X: [1, at + a, x]}, tiles))
             at += a + x
         else:
@@ -78,17 +78,17 @@ def minimum_bytes(plans, speculation):
 
 
 def encode_nest(bits):
-    """The parts (A, X, B, C, side offsets, side records) of rows of a matrix, BF16 uint16 [rows, cols]."""
+    """The parts (A, X, B, side offsets, side records) of rows of a matrix, BF16 uint16 [rows, cols]."""
     rows, cols = bits.shape
     sizes = ffi.new("pycass_nest_sizes *")
     _check(lib.pycass_nest_bound(rows, cols, sizes))
-    a, x, b, c, side = (np.empty(n, np.uint8) for n in (sizes.a, sizes.x, sizes.b, sizes.c, sizes.side_bound))
+    a, x, b, side = (np.empty(n, np.uint8) for n in (sizes.a, sizes.x, sizes.b, sizes.side_bound))
     size = ffi.new("size_t *")
-    pointers = [ffi.from_buffer("uint8_t[]", p, require_writable=True) for p in (a, x, b, c, side)]
+    pointers = [ffi.from_buffer("uint8_t[]", p, require_writable=True) for p in (a, x, b, side)]
     _check(lib.pycass_nest_encode(ffi.from_buffer("uint16_t[]", bits), rows, cols, *pointers, size))
     tiles = nest_parts(rows, cols)[0]
     offsets = side[: 4 * (tiles + 1)].view("<u4").astype(np.int64)
-    return a, x[: 16 * tiles], b, c, offsets - offsets[0], side[offsets[0] : offsets[-1]].copy()
+    return a, x[: 16 * tiles], b, offsets - offsets[0], side[offsets[0] : offsets[-1]].copy()
 
 
 def _check(status):
@@ -239,11 +239,11 @@ class TensorWriter:
             self.progress(self.done, self.total, plan.ref.name)
 
     def _write_nest(self, plan, chunk, parts):
-        a, x, b, c, offsets, records = parts
+        a, x, b, offsets, records = parts
         if chunk[0] == 0:
             self._place_verification(plan)
         tile = chunk[0] // 16 * -(-plan.ref.cols // 64)
-        for kind, unit, data in ((PART_A, 512, a), (PART_X, 16, x), (PART_B, 512, b), (PART_C, 256, c)):
+        for kind, unit, data in ((PART_A, 512, a), (PART_X, 16, x), (PART_B, 768, b)):
             section, at, _ = plan.parts[kind]
             self.file.write((HEADER if section == 1 else self.verification_at) + at + tile * unit, data)
         table = 4 * (plan.tiles + 1)
@@ -257,10 +257,10 @@ class TensorWriter:
             self._end_side(plan)
 
     def _place_verification(self, plan):
-        """Gives B, C and side their offsets behind everything written so far."""
-        _, _, _, b, c = nest_parts(plan.ref.rows, plan.ref.cols)
+        """Gives B and side their offsets behind everything written so far."""
+        b = nest_parts(plan.ref.rows, plan.ref.cols)[3]
         at = self.verification
-        plan.parts |= {PART_B: [2, at, b], PART_C: [2, at + b, c], PART_SIDE: [2, at + b + c, 0]}
+        plan.parts |= {PART_B: [2, at, b], PART_SIDE: [2, at + b, 0]}
 
     def _end_side(self, plan):
         used = 4 * (plan.tiles + 1) + plan.side_bytes

@@ -5,19 +5,29 @@
 #include "check.h"
 #include "kernels.h"
 
-enum { GAUSS, ZERO, DENORMAL, WIDE, BITS, CELL0, CELL7, OVER, N_KIND };
-static const char *const kind_name[N_KIND] = {"gauss", "zero", "denormal", "wide", "bits", "cell0", "cell7", "over"};
+enum { GAUSS, ZERO, ZEROS, DENORMAL, WIDE, BITS, SMALL, CROWDED, ESCAPES, TOP, EDGE, OVER, FREE, N_KIND };
+static const char *const kind_name[N_KIND] = {"gauss",   "zero",    "zeros", "denormal", "wide", "bits", "small",
+                                              "crowded", "escapes", "top",   "edge",     "over", "free"};
 
 static inline uint16_t random_weight(int kind) {
   uint16_t sign = (uint16_t)(random_u32() & 0x8000u), mantissa = (uint16_t)(random_u32() & 127u);
   switch (kind) {
   case GAUSS: return bf16_from_f32(0.02f * random_gauss());
   case ZERO: return sign;
+  case ZEROS: return random_below(30) ? bf16_from_f32(0.02f * random_gauss()) : sign;
   case DENORMAL: return (uint16_t)(sign | mantissa | (random_below(8) == 0) << 7);
   case WIDE: return (uint16_t)(sign | (60 + random_below(120)) << 7 | mantissa); /* finite products */
   case BITS: return (uint16_t)random_u32();
-  case CELL0: return (uint16_t)(sign | (100 + random_below(8)) << 7 | mantissa); /* but for the group's first */
-  case CELL7: return (uint16_t)(sign | 120 << 7 | mantissa | 64);
+  case SMALL: return (uint16_t)(sign | (100 + random_below(8)) << 7 | mantissa); /* but for the group's first */
+  case CROWDED: /* all but a few have a T bit: 57 or more a half line, beginning at any bit */
+    return (uint16_t)(sign | (random_below(20) ? 104 + random_below(4) : 111u) << 7 | mantissa);
+  case ESCAPES: /* from d = 13 on down, with zeros and denormals */
+    if (random_below(12))
+      return bf16_from_f32(0.02f * random_gauss());
+    return (uint16_t)(sign | (random_below(2) ? 100 + random_below(8) : random_below(100)) << 7 | mantissa);
+  case TOP: return (uint16_t)(sign | 120 << 7 | mantissa | 64);
+  case EDGE: /* mostly a mantissa of 64 at E0, so no choice of G */
+    return (uint16_t)(sign | (119 + random_below(2)) << 7 | (63 + random_below(2)));
   default: return (uint16_t)(sign | (119 + random_below(2)) << 7 | 1); /* e = G + 1 where G is one less */
   }
 }
@@ -26,7 +36,7 @@ static inline uint16_t random_weight(int kind) {
 typedef struct Case {
   Matrix w;
   uint16_t *bits; /* [rows][cols] */
-  uint8_t *a, *x, *b, *c, *side;
+  uint8_t *a, *x, *b, *side;
   size_t side_size;
 } Case;
 
@@ -39,23 +49,28 @@ static inline Case case_make(pycass_codec codec, int kind, uint32_t rows, uint32
   Case t = {.w = matrix_shape(codec, rows, cols)};
   t.bits = malloc(sizeof(uint16_t) * rows * cols);
   for (size_t i = 0; i < (size_t)rows * cols; i++)
-    t.bits[i] = kind == CELL0 && i % cols % 64 == 0 ? (uint16_t)(111 << 7) : random_weight(kind);
+    t.bits[i] = kind == SMALL && i % cols % 64 == 0 ? (uint16_t)(111 << 7) : random_weight(kind);
   t.w.raw = t.bits;
   if (codec == PYCASS_CODEC_RAW)
     return t;
   pycass_nest_sizes n;
   CHECK(pycass_nest_bound(rows, cols, &n) == PYCASS_OK, "bound");
-  t.a = malloc(n.a), t.x = malloc(n.x), t.b = malloc(n.b), t.c = malloc(n.c);
+  t.a = malloc(n.a), t.x = malloc(n.x), t.b = malloc(n.b);
   uint8_t *side = malloc(n.side_bound);
-  CHECK(pycass_nest_encode(t.bits, rows, cols, t.a, t.x, t.b, t.c, side, &t.side_size) == PYCASS_OK, "encode");
+  CHECK(pycass_nest_encode(t.bits, rows, cols, t.a, t.x, t.b, side, &t.side_size) == PYCASS_OK, "encode");
+  if (kind == FREE) { /* as OVER, but the largest mantissa is 63: allowed, though the encoder would not choose it */
+    memset(t.b, 0xff, n.b);
+    for (size_t i = 0; i < (size_t)rows * cols; i++)
+      t.bits[i] |= 63;
+  }
   t.side = copy_exact(side, t.side_size);
   free(side);
-  t.w.a = t.a, t.w.x = t.x, t.w.b = t.b, t.w.c = t.c, t.w.side = t.side, t.w.raw = NULL;
+  t.w.a = t.a, t.w.x = t.x, t.w.b = t.b, t.w.side = t.side, t.w.raw = NULL;
   return t;
 }
 
 static inline void case_free(Case *t) {
-  free(t->bits), free(t->a), free(t->x), free(t->b), free(t->c), free(t->side);
+  free(t->bits), free(t->a), free(t->x), free(t->b), free(t->side);
 }
 
 /* Activations [m][ld], zero from cols on. */
@@ -65,6 +80,14 @@ static inline float *random_acts(uint32_t m, uint32_t cols, size_t ld) {
     for (uint32_t k = 0; k < cols; k++)
       x[i * ld + k] = random_gauss() * (random_below(50) ? 1.0f : 20.0f);
   return x;
+}
+
+/* Those activations as panels for the target. */
+static inline uint16_t *panels_of(const Kernels *k, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+  uint16_t *panels = calloc(round_up(m, PANEL_TOKENS) * n_group * NEST_COLS, sizeof *panels);
+  for (uint32_t i = 0; i < m; i++)
+    k->round(panels + panel_at(i, n_group, 0), x + i * ldx, n_group);
+  return panels;
 }
 
 /* Same bits, or both NaN: which NaN comes out of a sum of NaNs is no one's business. */

@@ -24,7 +24,7 @@ static void check_ids(const char *path, const char *printed) {
   CHECK(pycass_model_load(path, NULL, &m) == PYCASS_OK, "%s", pycass_error_detail());
   CHECK(pycass_session_new(m, NULL, &s) == PYCASS_OK, "%s", pycass_error_detail());
   pycass_sampling o = pycass_sampling_default();
-  pycass_speculation off = {PYCASS_SPEC_OFF, 1, 0};
+  pycass_speculation off = {PYCASS_SPEC_OFF, 1, 0, 0};
   CHECK(pycass_session_configure(s, &o, &off) == PYCASS_OK, "%s", pycass_error_detail());
   CHECK(pycass_session_prompt(s, (int32_t[]){3, 1, 4}, 3, 0, NULL, NULL) == PYCASS_OK, "%s", pycass_error_detail());
   char *at = (char *)(uintptr_t)printed;

@@ -216,7 +216,8 @@ static void check_fields(size_t region, const Field *fields, size_t n) {
 
 static void test_header_fields(void) {
   static const Field f[] = {{"version", 8, 4, 0, PYCASS_ERR_VERSION},
-                            {"version", 8, 4, 2, PYCASS_ERR_VERSION},
+                            {"version", 8, 4, 1, PYCASS_ERR_VERSION},
+                            {"version", 8, 4, 3, PYCASS_ERR_VERSION},
                             {"version", 8, 4, UINT32_MAX, PYCASS_ERR_VERSION},
                             {"header size", 12, 4, 4095, BAD},
                             {"header size", 12, 4, UINT32_MAX, BAD},
@@ -229,6 +230,17 @@ static void test_header_fields(void) {
                             {"reserved", 192, 1, 1, BAD},
                             {"reserved", 4091, 1, 1, BAD}};
   CHECK_FIELDS(0, f);
+}
+
+/* Files of the version before are about, so the reason says what to do. */
+static void test_older_version(void) {
+  size_t size;
+  uint8_t *data = small_file(&size);
+  data[8] = 1, cass_reseal(data, size);
+  check_status(data, size, PYCASS_ERR_VERSION, "version", 1);
+  const char *detail = pycass_error_detail();
+  CHECK(strstr(detail, "version 1") && strstr(detail, "version 2") && strstr(detail, "convert"), "%s", detail);
+  free(data);
 }
 
 static void test_section_fields(void) {
@@ -270,8 +282,8 @@ static void test_config_fields(void) {
   CHECK_FIELDS(section_offset(SECTION_CONFIG), f);
 }
 
-/* The directory: head of 8; "vector": 32 + 6 + 1 part; "nest": 32 + 4 + 5 parts; "raw": 32 + 3 + 1 part. */
-enum { VECTOR = 8, VECTOR_PART = VECTOR + 38, NEST = VECTOR_PART + 32, NEST_PART = NEST + 36, RAW = NEST_PART + 160,
+/* The directory: head of 8; "vector": 32 + 6 + 1 part; "nest": 32 + 4 + 4 parts; "raw": 32 + 3 + 1 part. */
+enum { VECTOR = 8, VECTOR_PART = VECTOR + 38, NEST = VECTOR_PART + 32, NEST_PART = NEST + 36, RAW = NEST_PART + 128,
        RAW_PART = RAW + 35 };
 
 static void test_directory_fields(void) {
@@ -282,7 +294,7 @@ static void test_directory_fields(void) {
       {"codec", NEST + 2, 1, 255, UNKNOWN}, {"codec", NEST + 2, 1, 0, BAD}, {"codec", RAW + 2, 1, 1, BAD},
       {"codec of a vector", VECTOR + 2, 1, 1, BAD}, {"dimensions", NEST + 3, 1, 0, BAD}, {"dimensions", NEST + 3, 1, 1, BAD},
       {"dimensions", NEST + 3, 1, 3, BAD}, {"dimensions", VECTOR + 3, 1, 2, BAD}, {"parts", NEST + 4, 1, 0, BAD},
-      {"parts", NEST + 4, 1, 4, BAD}, {"parts", NEST + 4, 1, 6, BAD}, {"parts", NEST + 4, 1, 17, BAD},
+      {"parts", NEST + 4, 1, 3, BAD}, {"parts", NEST + 4, 1, 5, BAD}, {"parts", NEST + 4, 1, 17, BAD},
       {"parts", RAW + 4, 1, 16, BAD}, {"reserved", NEST + 5, 1, 1, BAD}, {"reserved", NEST + 7, 1, 1, BAD},
       {"rows", NEST + 8, 8, 0, BAD}, {"rows", NEST + 8, 8, 33, BAD}, {"rows", NEST + 8, 8, 1u << 28, BAD},
       {"rows", NEST + 8, 8, (1u << 28) + 1, BAD}, {"rows", NEST + 8, 8, INT64_MAX, BAD},
@@ -291,7 +303,7 @@ static void test_directory_fields(void) {
       {"columns of a vector", VECTOR + 16, 8, 1, BAD}, {"size of a vector", VECTOR + 8, 8, 36, BAD},
       {"rows of raw", RAW + 8, 8, 8, BAD}, {"checksum", NEST + 24, 4, 1, PYCASS_OK}, {"reserved", NEST + 28, 4, 1, BAD},
       {"name", NEST + 32, 1, 7, BAD}, {"name", NEST + 32, 1, 0, BAD}, {"name", NEST + 32, 1, 0x7f, BAD},
-      {"part type", NEST_PART, 4, 0, UNKNOWN}, {"part type", NEST_PART, 4, 21, UNKNOWN},
+      {"part type", NEST_PART, 4, 0, UNKNOWN}, {"part type", NEST_PART, 4, 20, UNKNOWN},
       {"part type", NEST_PART, 4, 0x7fffffff, UNKNOWN}, {"part type", NEST_PART, 4, 0x80000010, BAD},
       {"part type", NEST_PART, 4, 17, BAD}, {"part type", NEST_PART, 4, 1, BAD}, {"part type", RAW_PART, 4, 16, BAD},
       {"section", NEST_PART + 4, 4, 0, BAD}, {"section", NEST_PART + 4, 4, 2, BAD}, {"section", NEST_PART + 4, 4, 3, BAD},
@@ -386,12 +398,12 @@ static void test_padding_owned(void) {
   CassBuilder b;
   small_builder(&b);
   Bytes *d = &b.section[SECTION_DIRECTORY], *v = &b.section[SECTION_VERIFICATION];
-  uint8_t *side = d->p + NEST_PART + 4 * 32;
+  uint8_t *side = d->p + NEST_PART + 3 * 32;
   bytes_put(v, NULL, 256);
   put_u64(side + 16, load_u64(side + 16) + 256);
   check_builder(&b, PYCASS_OK, "a longer side part");
   small_builder(&b);
-  d = &b.section[SECTION_DIRECTORY], v = &b.section[SECTION_VERIFICATION], side = d->p + NEST_PART + 4 * 32;
+  d = &b.section[SECTION_DIRECTORY], v = &b.section[SECTION_VERIFICATION], side = d->p + NEST_PART + 3 * 32;
   uint64_t end = load_u64(side + 8) + load_u64(side + 16);
   bytes_put(v, NULL, 256);
   put_u64(side + 16, load_u64(side + 16) + 256);
@@ -404,7 +416,7 @@ static void test_side(void) {
   size_t size;
   uint8_t *data = small_file(&size);
   size_t directory = section_offset(SECTION_DIRECTORY), verification = section_offset(SECTION_VERIFICATION);
-  size_t side = verification + load_u64(data + directory + NEST_PART + 4 * 32 + 8);
+  size_t side = verification + load_u64(data + directory + NEST_PART + 3 * 32 + 8);
   for (size_t i = 0; i <= 4; i++) {
     uint8_t *bad = exact_copy(data, size);
     put_u32(bad + side + 4 * i, UINT32_MAX);
@@ -453,6 +465,7 @@ int main(void) {
   test_flips();
   test_hostile_bytes();
   test_header_fields();
+  test_older_version();
   test_section_fields();
   test_config_fields();
   test_directory_fields();

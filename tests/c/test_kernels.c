@@ -38,7 +38,7 @@ static void test_select(void) {
 
 static void check_tiles(const Matrix *w, const char *what) {
   for (size_t t = 0; t < matrix_tiles(w); t++) {
-    TilePairs want, got;
+    TileWords want, got;
     nest_decode_tile(w, t, want);
     for (int s = 0; s < n_sets; s++) {
       memset(got, 0x55, sizeof got);
@@ -62,24 +62,52 @@ static void test_decode(void) {
     }
 }
 
-/* Planes of any bytes: the same bits from every set, and no read outside the buffers (for address sanitizer). */
+/* Calls the product for some ranges of blocks in turn. */
+static void by_ranges(const Kernels *k, float *y, size_t ldy, const Matrix *w, const uint16_t *panels,
+                      const QuantActs *q, uint32_t m) {
+  for (uint32_t block = 0; block < w->n_block;) {
+    uint32_t end = block + 1 + random_below(w->n_block - block);
+    if (q)
+      k->matmul_draft(y, ldy, w, q, m, block, end);
+    else
+      k->matmul(y, ldy, w, panels, m, block, end);
+    block = end;
+  }
+}
+
+/* The target product of a matrix that scalar code can read is the same from every set, amx apart, whatever its bytes. */
+static void check_damaged_product(const Matrix *w, uint32_t m) {
+  size_t ld = (size_t)w->n_group * NEST_COLS, ldy = (size_t)w->n_block * NEST_ROWS;
+  float *x = random_acts(m, w->cols, ld), *want = calloc(m * ldy, sizeof *want), *got = calloc(m * ldy, sizeof *got);
+  uint16_t *panels = panels_of(scalar, x, ld, m, w->n_group);
+  by_ranges(scalar, want, ldy, w, panels, NULL, m);
+  for (int s = 0; s < n_sets; s++) {
+    if (strcmp(sets[s]->name, "amx") == 0)
+      continue;
+    by_ranges(sets[s], got, ldy, w, panels, NULL, m);
+    CHECK(same_floats(want, got, m * ldy), "%s: a damaged matrix, %u x %u, m = %u", sets[s]->name, w->rows, w->cols, m);
+  }
+  free(x), free(want), free(got), free(panels);
+}
+
+/* Planes and records of any bytes: the same bits from every set, and no read outside the buffers (for address
+ * sanitizer). */
 static void test_damaged_planes(void) {
-  for (int i = 0; i < 96; i++) {
+  for (int i = 0; i < 120; i++) {
     Matrix w = matrix_shape(PYCASS_CODEC_NEST, 1 + random_below(40), 1 + random_below(300));
     size_t tiles = matrix_tiles(&w), offsets = 4 * (tiles + 1), records = random_below(3) ? random_below(900) : 0;
     size_t size = offsets + records + NEST_SIDE_SLACK;
-    uint8_t *a = malloc(512 * tiles), *x = malloc(16 * tiles), *b = malloc(512 * tiles), *c = malloc(256 * tiles);
+    uint8_t *a = malloc(512 * tiles), *x = malloc(16 * tiles), *b = malloc(768 * tiles);
     uint8_t *side = malloc(NEST_MAX_ESCAPES + size); /* escapes may be taken from before the part */
     static const uint8_t fill[] = {0x00, 0x77, 0xff, 0x88, 0x70, 0x07, 0x10};
-    static const uint8_t near57[] = {0x7, 0x9, 0x1, 0x4}; /* nibbles whose O and T are about 57 bits together */
+    static const uint8_t near57[] = {0x7, 0xd, 0x6, 0x4}; /* nibbles that mostly have a T bit */
     for (size_t k = 0; k < 512 * tiles; k++) {
       a[k] = i % 8 == 7 ? (uint8_t)random_u32() : i % 8 == 6 ? fill[random_below(7)] : fill[i % 8 % 7];
       if (i % 8 == 5)
         a[k] = (uint8_t)(near57[random_below(4)] | near57[random_below(4)] << 4);
-      b[k] = (uint8_t)random_u32();
     }
-    for (size_t k = 0; k < 256 * tiles; k++)
-      c[k] = (uint8_t)random_u32();
+    for (size_t k = 0; k < 768 * tiles; k++)
+      b[k] = (uint8_t)random_u32();
     for (size_t k = 0; k < 16 * tiles; k++)
       x[k] = (uint8_t)random_u32();
     int ones = i / 8 % 3;
@@ -90,28 +118,33 @@ static void test_damaged_planes(void) {
       memcpy(side + NEST_MAX_ESCAPES + 4 * t, &at, 4);
       at += random_below((uint32_t)(offsets + records) - at + 1) * (t > 0 || random_below(2));
     }
-    w.a = a, w.x = x, w.b = b, w.c = c, w.side = side + NEST_MAX_ESCAPES;
+    w.a = a, w.x = x, w.b = b, w.side = side + NEST_MAX_ESCAPES;
     memcpy(side + NEST_MAX_ESCAPES, &(uint32_t){(uint32_t)offsets}, 4);
     CHECK(nest_check_side(w.side, size, tiles) == PYCASS_OK, "%s", pycass_error_detail());
     check_tiles(&w, "damaged");
-    free(a), free(x), free(b), free(c), free(side);
+    check_damaged_product(&w, 1 + random_below(12));
+    free(a), free(x), free(b), free(side);
+  }
+}
+
+/* Records that have more or fewer nibbles than plane A asks for, or other flags. */
+static void test_damaged_headers(void) {
+  for (int i = 0; i < 60; i++) {
+    Case t = case_make(PYCASS_CODEC_NEST, i % 2 ? ZEROS : GAUSS, 40, 200);
+    for (size_t k = 0; k < matrix_tiles(&t.w); k++) {
+      uint8_t *record = t.side + load_u32(t.side + 4 * k);
+      if (random_below(2))
+        record[0] ^= (uint8_t)(1u << random_below(8));
+      if (random_below(2))
+        record[1] = (uint8_t)((record[1] & 7u) | (random_u32() & 0xf8u)); /* flags, and bits that mean nothing */
+    }
+    check_tiles(&t.w, "damaged header");
+    check_damaged_product(&t.w, 1 + random_below(12));
+    case_free(&t);
   }
 }
 
 /* ---- products -------------------------------------------------------------------------------------- */
-
-/* Calls the product for some ranges of blocks in turn. */
-static void by_ranges(const Kernels *k, float *y, size_t ldy, const Matrix *w, const float *x, const QuantActs *q,
-                      size_t ldx, uint32_t m) {
-  for (uint32_t block = 0; block < w->n_block;) {
-    uint32_t end = block + 1 + random_below(w->n_block - block);
-    if (q)
-      k->matmul_draft(y, ldy, w, q, m, block, end);
-    else
-      k->matmul(y, ldy, w, x, ldx, m, block, end);
-    block = end;
-  }
-}
 
 static QuantActs quant_acts(uint32_t m, uint32_t n_group) {
   size_t n = (size_t)m * n_group;
@@ -125,17 +158,18 @@ static void check_matmul(const Case *t, const char *what, uint32_t m, bool draft
   float *x = random_acts(m, w->cols, ldx), *want = calloc(n, sizeof *want);
   QuantActs q = quant_acts(m, w->n_group);
   scalar->quantize(&q, x, ldx, m, w->n_group);
-  by_ranges(scalar, want, ldy, w, x, draft ? &q : NULL, ldx, m);
+  uint16_t *panels = panels_of(scalar, x, ldx, m, w->n_group);
+  by_ranges(scalar, want, ldy, w, panels, draft ? &q : NULL, m);
   for (int s = 0; s < n_sets; s++) {
     float *got = calloc(n, sizeof *got);
     if (strcmp(sets[s]->name, "amx") != 0 || draft) {
-      by_ranges(sets[s], got, ldy, w, x, draft ? &q : NULL, ldx, m);
+      by_ranges(sets[s], got, ldy, w, panels, draft ? &q : NULL, m);
       CHECK(same_floats(want, got, n), "%s, %s, codec %d: %u x %u, m = %u, draft %d", sets[s]->name, what,
             (int)w->codec, w->rows, w->cols, m, draft);
     }
     free(got);
   }
-  free(x), free(want), free(q.q), free(q.scale), free(q.sum);
+  free(x), free(want), free(panels), free(q.q), free(q.scale), free(q.sum);
 }
 
 static void test_matmul(void) {
@@ -200,20 +234,29 @@ static void check_vectors(const Kernels *k, uint32_t n) {
 }
 
 static void check_attention(const Kernels *k, uint32_t n_pos, uint32_t head_dim) {
-  size_t stride = head_dim * 2;
-  size_t n = (n_pos - 1) * stride + head_dim;
+  uint32_t n_head = 1 + random_below(9);
+  size_t stride = head_dim * 2, n = (n_pos - 1) * stride + head_dim, n_out = (size_t)n_head * head_dim;
+  size_t ld_scores = n_pos + 16 + random_below(5), n_scores = (n_head - 1) * ld_scores + n_pos + 16;
   uint16_t *keys = malloc(n * sizeof *keys), *values = malloc(n * sizeof *values);
   for (size_t i = 0; i < n; i++)
     keys[i] = bf16_from_f32(random_gauss() * 3.0f), values[i] = bf16_from_f32(random_gauss());
-  float *q = malloc(head_dim * sizeof *q), *want = malloc(head_dim * sizeof *q), *got = malloc(head_dim * sizeof *q);
-  float *scores = malloc((n_pos + 16) * sizeof *scores), *scores2 = malloc((n_pos + 16) * sizeof *scores);
-  fill(q, head_dim, false);
-  AttentionArgs args = {q, keys, values, stride, n_pos, head_dim, 1.0f / sqrtf((float)head_dim), scores, want};
+  float *q = malloc(n_out * sizeof *q), *want = malloc(n_out * sizeof *q), *got = malloc(n_out * sizeof *q);
+  float *scores = malloc(n_scores * sizeof *scores);
+  fill(q, n_out, false);
+  AttentionArgs args = {.q = q, .k = keys, .v = values, .stride = stride, .n_head = n_head, .n_pos = n_pos,
+                        .head_dim = head_dim, .scale = 1.0f / sqrtf((float)head_dim), .scores = scores,
+                        .ld_scores = ld_scores, .out = want};
   scalar->attention(&args);
-  args.scores = scores2, args.out = got;
+  args.out = got;
   k->attention(&args);
-  CHECK(same_floats(want, got, head_dim), "%s, attention, %u positions, %u", k->name, n_pos, head_dim);
-  free(keys), free(values), free(q), free(want), free(got), free(scores), free(scores2);
+  CHECK(same_floats(want, got, n_out), "%s, attention, %u heads of %u, %u positions", k->name, n_head, head_dim, n_pos);
+  for (uint32_t h = 0; h < n_head; h++) { /* a head alone */
+    AttentionArgs one = args;
+    one.n_head = 1, one.q += (size_t)h * head_dim, one.out += (size_t)h * head_dim;
+    k->attention(&one);
+  }
+  CHECK(same_floats(want, got, n_out), "%s, attention, heads one by one, %u positions", k->name, n_pos);
+  free(keys), free(values), free(q), free(want), free(got), free(scores);
 }
 
 static void check_quantize(const Kernels *k, uint32_t m, uint32_t n_group, int kind) {
@@ -230,7 +273,18 @@ static void check_quantize(const Kernels *k, uint32_t m, uint32_t n_group, int k
   free(x), free(want.q), free(want.scale), free(want.sum), free(got.q), free(got.scale), free(got.sum);
 }
 
+static void check_round(const Kernels *k, uint32_t n_group) {
+  size_t n = (size_t)n_group * NEST_COLS;
+  float *x = malloc(n * sizeof *x);
+  fill(x, n, true);
+  uint16_t *want = panels_of(scalar, x, n, 1, n_group), *got = panels_of(k, x, n, 1, n_group);
+  CHECK(memcmp(want, got, n * PANEL_TOKENS * sizeof *got) == 0, "%s, round, %u groups", k->name, n_group);
+  free(x), free(want), free(got);
+}
+
 static void test_ops(const Kernels *k) {
+  for (uint32_t n_group = 1; n_group < 9; n_group++)
+    check_round(k, n_group);
   for (uint32_t n = 1; n < 80; n++)
     check_vectors(k, n);
   check_vectors(k, 1537), check_vectors(k, 8960);
@@ -245,10 +299,12 @@ static void test_ops(const Kernels *k) {
 }
 
 int main(void) {
+  flush_denormals();
   find_sets();
   test_select();
   test_decode();
   test_damaged_planes();
+  test_damaged_headers();
   test_matmul();
   for (int s = 0; s < n_sets; s++)
     test_ops(sets[s]);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "model.h"
 #include "spec.h"
 #include "tiny_cass.h"
 
@@ -37,7 +38,7 @@ static void generate(pycass_session *s, const pycass_sampling *sampling, pycass_
   OK(pycass_session_prompt(s, prompt, N_PROMPT, 0, NULL, NULL));
   pycass_session_record(s, 1);
   for (size_t done = 0; done < n;) {
-    size_t got = 0, capacity = 1 + random_below(20);
+    size_t got = 0, capacity = 1 + random_below(40);
     capacity = min_size(capacity, n - done);
     OK(pycass_session_next(s, out + done, capacity, &got));
     CHECK(got >= 1 && got <= capacity, "%zu tokens for a capacity of %zu", got, capacity);
@@ -61,7 +62,7 @@ static uint64_t total_drafted, total_accepted;
 static void check_speculation(pycass_model *m, const pycass_sampling *sampling, bool few) {
   pycass_token want[N_GEN], got[N_GEN];
   pycass_session *plain = new_session(m, 0, 1, 0);
-  generate(plain, sampling, (pycass_speculation){PYCASS_SPEC_OFF, 1, 0}, want, N_GEN);
+  generate(plain, sampling, (pycass_speculation){PYCASS_SPEC_OFF, 1, 0, 0}, want, N_GEN);
   for (int i = 0; i < N_GEN; i++)
     CHECK(want[i].id >= 0 && want[i].id < 70, "token %d was sampled; ids from 70 on are padding", want[i].id);
   pycass_session_free(plain);
@@ -73,7 +74,7 @@ static void check_speculation(pycass_model *m, const pycass_sampling *sampling, 
     for (int mode = 0; mode < 3; mode += few ? 2 : 1) { /* on with fixed lengths, on, auto */
       snprintf(what, sizeof what, "%s, mode %d, draft of %d, T = %g", pycass_model_kernel(m), mode, k,
                (double)sampling->temperature);
-      generate(s, sampling, (pycass_speculation){mode < 2 ? PYCASS_SPEC_ON : PYCASS_SPEC_AUTO, k, mode == 0}, got, N_GEN);
+      generate(s, sampling, (pycass_speculation){mode < 2 ? PYCASS_SPEC_ON : PYCASS_SPEC_AUTO, k, mode == 0, 0}, got, N_GEN);
       check_same(want, got, N_GEN, what);
       pycass_session_stats(s, &stats);
       CHECK(stats.tokens == N_GEN && stats.accepted <= stats.drafted, "%s: statistics", what);
@@ -91,6 +92,81 @@ static void test_speculation(pycass_model *m, bool few) {
   check_speculation(m, &o, true);
   o.top_k = 20, o.top_p = 0.9f, o.min_p = 0.02f, o.repeat_penalty = 1.2f, o.frequency_penalty = 0.1f, o.repeat_last_n = -1;
   check_speculation(m, &o, true);
+}
+
+/* ---- look-ups --------------------------------------------------------------------------------------- */
+
+enum { N_COPY = 100, FEW = 3 };
+
+/* Text of a few tokens only, so that there is always something to look up, right or wrong. */
+static pycass_sampling few_tokens(float temperature) {
+  static const int32_t id[FEW] = {5, 9, 14};
+  static const float bias[FEW] = {60, 60, 58};
+  pycass_sampling o = pycass_sampling_default();
+  o.temperature = temperature, o.seed = 11, o.bias_ids = id, o.bias = bias, o.n_bias = FEW;
+  return o;
+}
+
+/* Continues from the session's tokens until n more are there. */
+static void take(pycass_session *s, pycass_token *out, size_t n, uint32_t capacity) {
+  for (size_t done = 0; done < n;) {
+    size_t got = 0;
+    OK(pycass_session_next(s, out + done, min_size(1 + random_below(capacity), n - done), &got));
+    done += got;
+  }
+}
+
+/* Back to some earlier place, in this session or by a saved state in another one, and on from there. */
+static void check_rewinds(pycass_session *s, pycass_session *other, const pycass_token *want) {
+  int32_t ids[N_PROMPT + N_COPY];
+  pycass_token got[N_COPY];
+  memcpy(ids, prompt, sizeof prompt);
+  for (size_t i = 0; i < N_COPY; i++)
+    ids[N_PROMPT + i] = want[i].id;
+  for (int turn = 0; turn < 6; turn++) {
+    size_t at = random_below(N_COPY - 20), size = pycass_session_state_size(s);
+    uint8_t *state = malloc(size);
+    OK(pycass_session_save_state(s, state, size));
+    OK(pycass_session_load_state(other, state, size));
+    free(state);
+    pycass_session *on = turn % 2 ? other : s;
+    OK(pycass_session_prompt(on, ids, N_PROMPT + at, 0, NULL, NULL));
+    take(on, got, 20, 40);
+    check_same(want + at, got, 20, "after a rewind");
+  }
+}
+
+static void test_lookups(pycass_model *m, bool has_draft, bool few) {
+  pycass_token want[N_COPY], got[N_COPY];
+  pycass_session *s = new_session(m, N_PROMPT + N_COPY - 1, few ? 1 : 2, 0); /* the last token is not evaluated */
+  pycass_session *other = new_session(m, N_PROMPT + N_COPY, 1, 0);
+  uint64_t n_drafted = 0;
+  pycass_session_record(other, 1);
+  for (int t = 0; t < 2; t++) {
+    pycass_sampling o = few_tokens((float)t * 8);
+    generate(s, &o, (pycass_speculation){PYCASS_SPEC_OFF, 1, 0, 1}, want, N_COPY);
+    for (int32_t k = 1; k <= 16; k = k * 3 + 1)
+      for (int mode = 0; mode < 3; mode++) { /* always, where it pays, auto */
+        char what[80];
+        pycass_stats stats;
+        pycass_speculation spec = {mode < 2 ? PYCASS_SPEC_ON : PYCASS_SPEC_AUTO, k, mode == 0, 1};
+        snprintf(what, sizeof what, "look-ups, mode %d, draft of %d, T = %d", mode, k, 8 * t);
+        generate(s, &o, spec, got, N_COPY);
+        check_same(want, got, N_COPY, what);
+        pycass_session_stats(s, &stats);
+        CHECK(stats.ngram_accepted <= stats.ngram_drafted && stats.ngram_drafted <= stats.drafted &&
+                  stats.ngram_accepted <= stats.accepted && stats.drafted - stats.ngram_drafted <= (uint64_t)k * stats.steps,
+              "%s: statistics", what);
+        CHECK(mode || (stats.ngram_accepted > 0 && (t == 0 || stats.ngram_accepted < stats.ngram_drafted)),
+              "%s: %llu of %llu accepted: the test did not see both", what, (unsigned long long)stats.ngram_accepted,
+              (unsigned long long)stats.ngram_drafted);
+        n_drafted += stats.drafted - stats.ngram_drafted;
+        OK(pycass_session_configure(other, &o, &spec));
+        check_rewinds(s, other, want);
+      }
+  }
+  CHECK((n_drafted > 0) == has_draft, "%llu tokens by the draft", (unsigned long long)n_drafted);
+  pycass_session_free(s), pycass_session_free(other);
 }
 
 /* ---- logits ------------------------------------------------------------------------------------------ */
@@ -160,7 +236,7 @@ static void test_misuse(pycass_model *m) {
     spec.draft_max = k;
     REFUSED(PYCASS_ERR_INVALID_ARGUMENT, pycass_session_configure(s, &o, &spec));
   }
-  spec = (pycass_speculation){(pycass_spec_mode)7, 4, 0};
+  spec = (pycass_speculation){(pycass_spec_mode)7, 4, 0, 0};
   REFUSED(PYCASS_ERR_INVALID_ARGUMENT, pycass_session_configure(s, &o, &spec));
   spec = pycass_speculation_default(), o.temperature = NAN;
   REFUSED(PYCASS_ERR_INVALID_ARGUMENT, pycass_session_configure(s, &o, &spec));
@@ -178,7 +254,7 @@ static void test_random_walk(pycass_model *m, int n_steps) {
   int32_t model[CTX + 32], v = (int32_t)n_vocab(m);
   size_t n = 0, row = (size_t)v;
   pycass_session *s = new_session(m, CTX, 1, 0), *fresh = new_session(m, CTX, 1, 0);
-  pycass_speculation spec = {PYCASS_SPEC_ON, 4, 1};
+  pycass_speculation spec = {PYCASS_SPEC_ON, 4, 1, 1};
   pycass_sampling o = pycass_sampling_default();
   o.temperature = 1;
   float *want = malloc(row * sizeof *want), *got = malloc(row * sizeof *got);
@@ -272,10 +348,11 @@ static void test_prompt_reuse(pycass_model *m) {
 
 /* ---- the end of the context ---------------------------------------------------------------------------- */
 
-static size_t fill_context(pycass_model *m, uint32_t n_ctx, size_t n_prompt, pycass_spec_mode mode, int32_t *out) {
+static size_t fill_context(pycass_model *m, uint32_t n_ctx, size_t n_prompt, pycass_spec_mode mode, int ngram,
+                           int32_t *out) {
   pycass_session *s = new_session(m, n_ctx, 1, 0);
   pycass_sampling o = pycass_sampling_default();
-  pycass_speculation spec = {mode, 5, 1};
+  pycass_speculation spec = {mode, 5, 1, ngram};
   int32_t ids[64];
   for (size_t i = 0; i < 64; i++)
     ids[i] = prompt[i % N_PROMPT];
@@ -285,9 +362,9 @@ static size_t fill_context(pycass_model *m, uint32_t n_ctx, size_t n_prompt, pyc
   REFUSED(PYCASS_ERR_CONTEXT_FULL, pycass_session_eval(s, ids, n_ctx + 1, NULL));
   size_t total = 0;
   while (status == PYCASS_OK) {
-    pycass_token t[16];
+    pycass_token t[32];
     size_t n = 0;
-    status = pycass_session_next(s, t, 16, &n);
+    status = pycass_session_next(s, t, 32, &n);
     for (size_t i = 0; status == PYCASS_OK && i < n; i++)
       out[total++] = t[i].id;
   }
@@ -303,10 +380,12 @@ static void test_context_full(pycass_model *m) {
   for (uint32_t n_ctx = 1; n_ctx <= 30; n_ctx += 1 + n_ctx / 3)
     for (size_t n = n_ctx > 3 ? n_ctx - 3 : 1; n <= n_ctx + 1; n++) {
       int32_t plain[64], spec[64];
-      size_t n_plain = fill_context(m, n_ctx, n, PYCASS_SPEC_OFF, plain);
-      size_t n_spec = fill_context(m, n_ctx, n, PYCASS_SPEC_ON, spec), want = n > n_ctx ? 0 : n_ctx + 1 - n;
-      CHECK(n_plain == want && n_spec == want, "n_ctx %u, prompt %zu: %zu and %zu tokens", n_ctx, n, n_plain, n_spec);
-      CHECK(memcmp(plain, spec, want * sizeof *plain) == 0, "n_ctx %u, prompt %zu: other tokens", n_ctx, n);
+      size_t n_plain = fill_context(m, n_ctx, n, PYCASS_SPEC_OFF, 0, plain), want = n > n_ctx ? 0 : n_ctx + 1 - n;
+      for (int ngram = 0; ngram < 2; ngram++) {
+        size_t n_spec = fill_context(m, n_ctx, n, PYCASS_SPEC_ON, ngram, spec);
+        CHECK(n_plain == want && n_spec == want, "n_ctx %u, prompt %zu: %zu and %zu tokens", n_ctx, n, n_plain, n_spec);
+        CHECK(memcmp(plain, spec, want * sizeof *plain) == 0, "n_ctx %u, prompt %zu: other tokens", n_ctx, n);
+      }
     }
 }
 
@@ -329,7 +408,8 @@ static void reseal_state(uint8_t *state, size_t size) {
 
 static uint8_t *make_state(pycass_session *s, size_t n, size_t *size) {
   OK(pycass_session_trim(s, 0));
-  OK(pycass_session_eval(s, prompt, n, NULL));
+  for (size_t i = 0; i < n; i++)
+    OK(pycass_session_eval(s, prompt + i % N_PROMPT, 1, NULL));
   *size = pycass_session_state_size(s);
   uint8_t *state = malloc(*size);
   REFUSED(PYCASS_ERR_INVALID_ARGUMENT, pycass_session_save_state(s, state, *size - 1));
@@ -372,11 +452,15 @@ static void test_state_damage(pycass_model *m) {
   pycass_session_free(s), pycass_session_free(t);
 }
 
-/* A cache of any bits (NaN, infinities) under right checksums: odd numbers, no harm. */
+/* A cache of any bits (NaN, infinities) under right checksums: odd numbers, no harm, and nothing of them stays behind. */
 static void test_state_any_cache(pycass_model *m) {
   pycass_session *s = new_session(m, 32, 2, 0);
+  size_t v = 3 * n_vocab(m);
+  float *want = malloc(v * sizeof *want), *got = malloc(v * sizeof *got);
+  OK(pycass_session_eval(s, prompt, 3, want));
+  OK(pycass_session_trim(s, 0));
   pycass_sampling o = pycass_sampling_default();
-  pycass_speculation spec = {PYCASS_SPEC_ON, 4, 1};
+  pycass_speculation spec = {PYCASS_SPEC_ON, 4, 1, 0};
   pycass_token t[16];
   size_t size, n;
   for (int i = 0; i < 6; i++) {
@@ -390,8 +474,13 @@ static void test_state_any_cache(pycass_model *m) {
     OK(pycass_session_eval(s, prompt, 3, NULL));
     for (int k = 0; k < 3; k++)
       OK(pycass_session_next(s, t, 5, &n));
+    OK(pycass_session_trim(s, 0));
+    OK(pycass_session_eval(s, prompt, 3, got));
+    CHECK(memcmp(want, got, v * sizeof *got) == 0, "what an odd cache gave lives on");
+    OK(pycass_session_trim(s, 0));
     free(state);
   }
+  free(want), free(got);
   pycass_session_free(s);
 }
 
@@ -418,6 +507,43 @@ static void test_state_resumes(pycass_model *m, pycass_model *other) {
   pycass_session_free(a), pycass_session_free(b), pycass_session_free(c);
 }
 
+/* A draft that is the target itself is always right, if it has the keys and values of the looked up tokens before it:
+ * where it reads a row of the cache that is not written yet, it finds NaN here. */
+static void test_draft_after_lookups(void) {
+  pycass_model *m = load_model(TINY_RAW, NULL);
+  m->has_draft = true;
+  pycass_session *s = new_session(m, 200, 1, 0);
+  size_t size, n;
+  uint8_t *state = make_state(s, 200, &size);
+  memset(state + STATE_HEAD + 200 * sizeof(int32_t), 0xff, size - STATE_HEAD - 200 * sizeof(int32_t));
+  reseal_state(state, size);
+  pycass_sampling o = few_tokens(2);
+  pycass_token text[N_COPY], out[32];
+  generate(s, &o, (pycass_speculation){PYCASS_SPEC_OFF, 1, 0, 0}, text, N_COPY);
+  int32_t ids[N_PROMPT + N_COPY];
+  memcpy(ids, prompt, sizeof prompt);
+  int n_after = 0;
+  for (size_t i = 0; i < N_COPY; i++) {
+    OK(pycass_session_load_state(s, state, size));
+    OK(pycass_session_configure(s, &o, &(pycass_speculation){PYCASS_SPEC_ON, 1 + (int)i % 16, 1, 1}));
+    OK(pycass_session_trim(s, 0));
+    OK(pycass_session_prompt(s, ids, N_PROMPT + i, 0, NULL, NULL));
+    OK(pycass_session_next(s, out, 1, &n)); /* from the prompt's logits */
+    OK(pycass_session_next(s, out + 1, 31, &n));
+    check_same(text + i, out, min_size(1 + n, N_COPY - i), "after a cache of NaN");
+    pycass_stats stats;
+    pycass_session_stats(s, &stats);
+    CHECK(stats.accepted == stats.drafted || stats.accepted % 4 != 3, "guess %d, the draft's, was wrong",
+          (int)stats.accepted);
+    n_after += stats.accepted > 3;
+    ids[N_PROMPT + i] = text[i].id;
+  }
+  CHECK(n_after > 5, "%d times the draft followed right look-ups", n_after);
+  free(state);
+  pycass_session_free(s);
+  pycass_model_free(m);
+}
+
 /* ---- hostile models ------------------------------------------------------------------------------------ */
 
 static void test_odd_weights(void) {
@@ -434,8 +560,8 @@ static void test_odd_weights(void) {
       pycass_session *s = new_session(m, 0, 1, 0);
       pycass_sampling o = pycass_sampling_default();
       o.temperature = (float)(i % 2);
-      generate(s, &o, (pycass_speculation){PYCASS_SPEC_OFF, 1, 0}, want, 12);
-      generate(s, &o, (pycass_speculation){PYCASS_SPEC_ON, 4, 1}, got, 12);
+      generate(s, &o, (pycass_speculation){PYCASS_SPEC_OFF, 1, 0, 0}, want, 12);
+      generate(s, &o, (pycass_speculation){PYCASS_SPEC_ON, 4, 1, 0}, got, 12);
       for (int k = 0; k < 12; k++)
         CHECK(want[k].id == got[k].id, "weights of %04x: token %d", odd[i], k);
       pycass_session_free(s);
@@ -457,7 +583,7 @@ static void test_model_options(void) {
   }
   /* other rope: other logits, and states that do not fit */
   pycass_model *plain = load_model(0, NULL), *changed = NULL;
-  OK(pycass_model_load(model_path[0], &(pycass_model_options){.no_mmap = 1, .rope_inv_freq = rope,
+  OK(pycass_model_load(model_path[0], &(pycass_model_options){.loading = PYCASS_LOAD_READ, .rope_inv_freq = rope,
                                                               .rope_attention_factor = 1.2f}, &changed));
   pycass_session *a = new_session(plain, 16, 1, 0), *b = new_session(changed, 16, 1, 0);
   size_t size;
@@ -473,6 +599,7 @@ static void test_model(int kind, const char *kernel) {
   CHECK(strcmp(pycass_model_kernel(m), kernel) == 0, "%s came for %s", pycass_model_kernel(m), kernel);
   bool few = kind > 0 || strcmp(kernel, "scalar") == 0; /* which is slow */
   test_speculation(m, few);
+  test_lookups(m, kind != TINY_RAW, few);
   test_batches(m, few);
   test_prompt_reuse(m);
   test_random_walk(m, few ? 100 : 400);
@@ -498,6 +625,7 @@ int main(void) {
   for (size_t i = 0; (kernel = pycass_kernel_name(i, &runs)) != NULL; i++)
     for (int kind = 0; runs && kind < N_TINY; kind++)
       test_model(kind, kernel);
+  test_draft_after_lookups();
   test_odd_weights();
   test_model_options();
   CHECK(total_accepted > total_drafted / 20 && total_accepted < total_drafted * 19 / 20,

@@ -47,13 +47,13 @@ static void put_part(CassBuilder *b, uint32_t type, int section, const void *dat
 static void put_nest_parts(CassBuilder *b, uint32_t rows, uint32_t cols, const uint16_t *w) {
   pycass_nest_sizes n;
   CHECK(pycass_nest_bound(rows, cols, &n) == PYCASS_OK, "%s", pycass_error_detail());
-  uint8_t *all = malloc(n.a + n.x + n.b + n.c + n.side_bound);
+  uint8_t *all = malloc(n.a + n.x + n.b + n.side_bound);
   CHECK(all, "no memory");
-  uint8_t *pa = all, *px = pa + n.a, *pb = px + n.x, *pc = pb + n.b, *side = pc + n.c;
+  uint8_t *pa = all, *px = pa + n.a, *pb = px + n.x, *side = pb + n.b;
   size_t side_size;
-  CHECK(pycass_nest_encode(w, rows, cols, pa, px, pb, pc, side, &side_size) == PYCASS_OK, "%s", pycass_error_detail());
+  CHECK(pycass_nest_encode(w, rows, cols, pa, px, pb, side, &side_size) == PYCASS_OK, "%s", pycass_error_detail());
   put_part(b, PART_NEST_A, SECTION_SPECULATION, pa, n.a), put_part(b, PART_NEST_X, SECTION_SPECULATION, px, n.x);
-  put_part(b, PART_NEST_B, SECTION_VERIFICATION, pb, n.b), put_part(b, PART_NEST_C, SECTION_VERIFICATION, pc, n.c);
+  put_part(b, PART_NEST_B, SECTION_VERIFICATION, pb, n.b);
   put_part(b, PART_NEST_SIDE, SECTION_VERIFICATION, side, side_size);
   free(all);
 }
@@ -65,7 +65,7 @@ void cass_tensor(CassBuilder *b, const char *name, pycass_codec codec, uint32_t 
     bytes_put(d, NULL, 8);
   size_t n_name = strlen(name), values = (size_t)rows * (cols ? cols : 1);
   uint8_t head[8] = {(uint8_t)n_name, (uint8_t)(n_name >> 8), (uint8_t)codec, cols ? 2 : 1,
-                     codec == PYCASS_CODEC_RAW ? 1 : 5};
+                     codec == PYCASS_CODEC_RAW ? 1 : 4};
   bytes_put(d, head, 8);
   put8(d, rows), put8(d, cols);
   put4(d, pycass_crc32c(0, w, values * 2)), put4(d, 0);
@@ -92,7 +92,7 @@ void cass_reseal(uint8_t *file, size_t size) {
 }
 
 uint8_t *cass_finish(CassBuilder *b, size_t *size) {
-  static const uint8_t start[16] = {0x89, 'C', 'A', 'S', 'S', '\r', '\n', 0x1a, 1, 0, 0, 0, 0, 16, 0, 0};
+  static const uint8_t start[16] = {0x89, 'C', 'A', 'S', 'S', '\r', '\n', 0x1a, 2, 0, 0, 0, 0, 16, 0, 0};
   Bytes f = {0};
   bytes_put(&f, start, 16);
   bytes_put(&f, NULL, 4096 - 16);

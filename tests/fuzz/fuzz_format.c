@@ -36,7 +36,7 @@ static void open_and_walk(const uint8_t *data, size_t size) {
 }
 
 static void make_right(uint8_t *file, size_t size) {
-  static const uint8_t start[12] = {0x89, 'C', 'A', 'S', 'S', '\r', '\n', 0x1a, 1};
+  static const uint8_t start[12] = {0x89, 'C', 'A', 'S', 'S', '\r', '\n', 0x1a, 2};
   memcpy(file, start, sizeof start);
   put_u64(file + 16, size);
   uint8_t *last = file + 32 + 32 * SECTION_JSON;

@@ -16,7 +16,7 @@ static void run(pycass_model *m) {
   if (pycass_session_new(m, &o, &s) != PYCASS_OK)
     return;
   pycass_sampling sampling = pycass_sampling_default();
-  pycass_speculation speculation = {PYCASS_SPEC_ON, 3, 1};
+  pycass_speculation speculation = {PYCASS_SPEC_ON, 3, 1, 0};
   pycass_token t[4];
   size_t n;
   sampling.temperature = 1;

@@ -9,7 +9,8 @@ import numpy as np
 
 MAGIC = b"\x89CASS\r\n\x1a"
 NAMES = ["speculation", "verification", "config", "directory", "json"]
-MAGNITUDE = np.array([4, 13, 22, 31, 43, 61, 85, 119], np.float64)  # units of 2^(G-127) / 70
+MAGNITUDE = np.array([22, 31, 43, 61, 85, 119, 13, 4], np.float64)  # by cell, in units of 2^(G-127) / 70
+EXPONENT, BIT6 = np.array([16, 16, 17, 17, 18, 18, 15, 0]), np.array([0, 1, 0, 1, 0, 1, 0, 0])  # E, M6
 
 
 def _crc_tables():
@@ -74,7 +75,7 @@ class Reader:
         d = self.data
         assert d[:8] == MAGIC
         version, header, size, count, reserved = struct.unpack_from("<IIQII", d, 8)
-        assert (version, header, size, count, reserved) == (1, 4096, len(d), 5, 0)
+        assert (version, header, size, count, reserved) == (2, 4096, len(d), 5, 0)
         assert not any(d[192:4092])
         assert struct.unpack_from("<I", d, 4092)[0] == crc32c(d[:4092])
         self.section, self.offset, end = {}, {}, 4096
@@ -140,70 +141,28 @@ class Reader:
 
 
 class Nest:
-    """The codec `nest`. Arrays over the weights have the axes [tile, row in tile, column in tile]."""
+    """The codec `nest`. Arrays over the weights have the axes [tile, half line, weight in it]; untile() puts them in
+    their places."""
 
     def __init__(self, t):
-        assert sorted(t.parts) == [16, 17, 18, 19, 20]
+        assert sorted(t.parts) == [16, 17, 18, 19]
         self.shape = t.shape
         self.grid = -(-t.shape[0] // 16), -(-t.shape[1] // 64)
         n = self.n = self.grid[0] * self.grid[1]
-        a, x, b, c, self.side = (np.frombuffer(t.parts[k], np.uint8) for k in (16, 17, 18, 19, 20))
-        assert len(a) == 512 * n and len(b) == 512 * n and len(c) == 256 * n
+        a, x, b, self.side = (np.frombuffer(t.parts[k], np.uint8) for k in (16, 17, 18, 19))
+        assert len(a) == 512 * n and len(b) == 768 * n
         assert len(x) == -(-16 * n // 64) * 64 and not x[16 * n :].any()
-        self.a, self.b = self._nibbles(a), self._nibbles(b)
-        self.g = x[: 16 * n].reshape(n, 16, 1).astype(np.int64)
-        self.low = self._low_bits(c)
-        self.sign, self.cell = self.a >> 3, self.a & 7
+        lines = a.reshape(n, 8, 64).astype(np.int64)
+        nibbles = np.stack([lines & 15, lines >> 4], 2).reshape(n, 16, 64)
+        self.sign, self.cell = nibbles >> 3, nibbles & 7
+        self.g = x[: 16 * n].reshape(n, 16, 1).astype(np.int64)  # [tile, row, 1]
+        self.group = self.g.reshape(n, 1, 16).repeat(4, axis=2)  # [tile, 1, weight in a half line]: 4 each of a row
+        self.low6 = self._low_bits(b.reshape(n, 4, 3, 64).astype(np.int64))
 
-    def _nibbles(self, plane):
-        """[tile, row, column] of a plane in A's geometry: line j, row r, byte b, low nibble first."""
-        p = plane.reshape(self.n, 8, 16, 4)
-        p = np.stack([p & 15, p >> 4], -1)  # tile, line, row, byte, half
-        return p.transpose(0, 2, 1, 3, 4).reshape(self.n, 16, 64).astype(np.int64)
-
-    def _low_bits(self, c):
-        """Mantissa bits 1..0: line i of C serves lines 2i and 2i + 1 of A, two bits per nibble."""
-        p = c.reshape(self.n, 4, 64)
-        lines = np.stack([p & 15, p >> 4], 2).reshape(self.n, 8, 64)  # per line of A: two bits low half, two bits high
-        p = np.stack([lines & 3, lines >> 2 & 3], -1).reshape(self.n, 8, 16, 4, 2)
-        return p.transpose(0, 2, 1, 3, 4).reshape(self.n, 16, 64).astype(np.int64)
-
-    def _order(self):
-        """(row, column) of each weight of a tile in the order of the side bits: line, half, byte."""
-        line, half, byte = np.meshgrid(np.arange(8), np.arange(2), np.arange(64), indexing="ij")
-        return (byte // 4).ravel(), (8 * line + 2 * (byte % 4) + half).ravel()
-
-    def _record(self, t, cells):
-        """(over, top, s, escape) of one tile, each [1024] in side order; cells likewise."""
-        offsets = self.offsets
-        record = self.side[offsets[t] : offsets[t + 1]]
-        bits = np.unpackbits(record, bitorder="little")
-        at, escapes = 0, 0
-        over, top, s = np.zeros(1024, bool), cells & 1, np.zeros(1024, np.int64)
-        escape = np.zeros(1024, np.int64)
-
-        def take(mask, into, base, shift=0):
-            nonlocal at
-            n = int(mask.sum())
-            into[base : base + 64][mask] |= (
-                (bits[at : at + n].astype(into.dtype) << shift) if shift else bits[at : at + n].astype(into.dtype)
-            )
-            at += n
-
-        for base in range(0, 1024, 64):
-            c = cells[base : base + 64]
-            take(c == 7, over, base)
-            has_top = (c < 2) | over[base : base + 64]
-            top[base : base + 64][has_top] = 0
-            take(has_top, top, base)
-            for shift in range(3):
-                take(c == 0, s, base, shift)
-            for n in np.flatnonzero(s[base : base + 64] == 7):
-                escapes += 1
-                escape[base + n] = record[len(record) - escapes]
-        assert -(-at // 8) + escapes == len(record), "a record has its side bits and its escapes, and nothing else"
-        assert not bits[at : (-(-at // 8)) * 8].any()
-        return over, top, s, escape
+    def _low_bits(self, b):
+        """Mantissa bits 5..0. b: [tile, triple, line, byte]"""
+        fourth = (b[:, :, 0] >> 6) << 4 | (b[:, :, 1] >> 6) << 2 | b[:, :, 2] >> 6
+        return np.concatenate([b & 63, fourth[:, :, None]], 2).reshape(self.n, 16, 64)
 
     def _check_side(self):
         table = 4 * (self.n + 1)
@@ -212,9 +171,47 @@ class Nest:
         end = int(self.offsets[-1])
         assert len(self.side) == -(-(end + 1024) // 64) * 64 and not self.side[end:].any()
 
-    def _untile(self, tiles):
+    def _record(self, t):
+        """(T, q, escape) of tile t, each [1024] in the order of the half lines; zero where a weight has none."""
+        record, cell = self.side[self.offsets[t] : self.offsets[t + 1]], self.cell[t].ravel()
+        small, has_t = cell == 7, cell >= 5
+        header, n, n_t = int(record[:2].view("<u2")[0]), int(small.sum()), int(has_t.sum())
+        nibbles, bits, escapes = np.split(record[2:], np.cumsum([(n + 1) // 2, (n_t + 7) // 8]))
+        nibbles = np.stack([nibbles & 15, nibbles >> 4], 1).ravel()
+        bits = np.unpackbits(bits, bitorder="little")
+        assert not nibbles[n:].any() and not bits[n_t:].any(), "what fills bytes is zero"
+        out = np.zeros((3, 1024), np.int64)
+        out[0, has_t], out[1, small] = bits[:n_t], nibbles[:n]
+        escaped = small & (out[1] == 15)
+        assert header == n | bool(escaped.any()) << 14 | bool((nibbles[:n] == 0).any()) << 15
+        assert len(escapes) == escaped.sum(), "a record has its escapes, and nothing else"
+        out[2, escaped] = escapes[::-1]
+        return out
+
+    def _check_choices(self, bits):
+        """Every weight is in its cell, its exponent where it belongs, and the groups' exponents are allowed ones."""
+        e, m = bits >> 7 & 255, bits & 127
+        d, high = self.group - e, m >= 64
+        conditions = [d == 2, d == 1, (d == 0) | (d == -1), d == 3]
+        cell = np.select(conditions, [0 + high, 2 + high, np.where(d == 0, 4 + high, 5), np.full_like(d, 6)], 7)
+        assert (cell == self.cell).all() and (d >= -1).all() and (self.g >= 4).all()
+        e, m = self.untile(e), self.untile(m)
+        e0 = e.reshape(self.n, 16, 64).max(axis=2, keepdims=True)
+        largest = np.where(e.reshape(self.n, 16, 64) == e0, m.reshape(self.n, 16, 64), 0).max(axis=2, keepdims=True)
+        assert ((self.g == np.maximum(e0, 4)) | ((self.g == e0 - 1) & (largest < 64))).all()
+        return d
+
+    def untile(self, values):
+        """[tile, row, column] of values in the order of the half lines."""
+        line, half, row, byte = np.meshgrid(np.arange(8), np.arange(2), np.arange(16), np.arange(4), indexing="ij")
+        out = np.empty((self.n, 16, 64), values.dtype)
+        out[:, row.ravel(), (8 * line + 2 * byte + half).ravel()] = values.reshape(self.n, 1024)
+        return out
+
+    def _matrix(self, values):
+        """The matrix of values in the order of the half lines, and what lies in its padding."""
         r, k = self.grid
-        whole = tiles.reshape(r, k, 16, 64).transpose(0, 2, 1, 3).reshape(16 * r, 64 * k)
+        whole = self.untile(values).reshape(r, k, 16, 64).transpose(0, 2, 1, 3).reshape(16 * r, 64 * k)
         padding = whole.copy()
         padding[: self.shape[0], : self.shape[1]] = 0
         return whole[: self.shape[0], : self.shape[1]], padding
@@ -222,23 +219,19 @@ class Nest:
     def bits(self):
         """The weights' BF16 bits, uint16 [rows, cols]."""
         self._check_side()
-        assert (self.g >= 4).all()
-        rows, cols = self._order()
-        fields = np.zeros((4, self.n, 16, 64), np.int64)
-        for t in range(self.n):
-            fields[:, t, rows, cols] = np.stack(self._record(t, self.cell[t, rows, cols]))
-        over, top, s, escape = fields
-        c = self.cell
-        drop = np.select([c >= 6, c >= 4, c >= 2, c == 1], [0, 1, 2, 3], 4)
-        e = self.g - drop
-        e = np.where(over > 0, self.g + 1, e)
-        e = np.where(c == 0, np.where(s == 7, escape, self.g - 4 - s), e)
-        assert ((0 <= e) & (e <= 255)).all()
-        bits, padding = self._untile((self.sign << 15 | e << 7 | top << 6 | self.b << 2 | self.low).astype(np.uint16))
+        t, q, escape = np.stack([self._record(i) for i in range(self.n)], 1).reshape(3, self.n, 16, 64)
+        e = np.where(self.cell == 7, q, EXPONENT[self.cell]) + self.group - 18
+        words = (e << 7) + ((BIT6[self.cell] + t) << 6) + self.low6
+        special = (self.cell == 7) & ((q == 0) | (q == 15))
+        words = np.where(special, escape << 7 | t << 6 | self.low6, words)
+        assert (words >> 15 == 0).all() and (words >= 0).all()
+        d = self._check_choices(words)
+        assert (escape[q == 15] > 0).all() and (d[q == 15] > 17).all(), "escapes only where there is no q"
+        bits, padding = self._matrix((self.sign << 15 | words).astype(np.uint16))
         assert not padding.any(), "padding is zero"
         return bits
 
     def draft(self):
         """The draft's values, float64 [rows, cols]."""
-        values = MAGNITUDE[self.cell] / 70 * np.exp2(self.g.astype(np.float64) - 127) * np.where(self.sign == 1, -1, 1)
-        return self._untile(values)[0]
+        scale = np.exp2(self.group.astype(np.float64) - 127) / 70
+        return self._matrix(MAGNITUDE[self.cell] * scale * np.where(self.sign == 1, -1, 1))[0]

@@ -95,7 +95,8 @@ class FakeModel:
             finish_reason="stop",
             usage=SimpleNamespace(prompt_tokens=len(prompt), completion_tokens=len(ids), reused_tokens=0, kv_bytes=4096),
             timings=SimpleNamespace(prompt_ms=1.0, prompt_tps=100.0, decode_ms=2.0, decode_tps=50.0),
-            spec=SimpleNamespace(steps=2, drafted=4, accepted=3, acceptance=0.75, mean_len=2.5, disabled=False),
+            spec=SimpleNamespace(steps=2, drafted=4, accepted=3, acceptance=0.75, mean_len=2.5, disabled=False,
+                                 ngram_drafted=1, ngram_accepted=1),
             logits_hash=f"{json.dumps(ids)}",
             logprobs=None,
         )

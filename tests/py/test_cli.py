@@ -46,7 +46,7 @@ def test_run_json_is_one_object(pycass):
     assert found["token_ids"] == model.tokenizer.encode("Hi.")
     assert found["prompt_tokens"] == len(found["prompt_token_ids"])
     assert set(found["timings"]) == {"prompt_ms", "prompt_tps", "decode_ms", "decode_tps"}
-    assert {"steps", "drafted", "accepted", "acceptance", "mean_len"} <= set(found["spec"])
+    assert {"steps", "drafted", "accepted", "acceptance", "mean_len", "ngram_drafted", "ngram_accepted"} <= set(found["spec"])
 
 
 def test_run_uses_the_template_and_raw_does_not(pycass):
@@ -89,7 +89,9 @@ def test_options_reach_the_model(pycass):
     got = model.options[0]
     assert got["max_tokens"] == -1 and got["seed"] == 3 and got["temperature"] == 0
     assert got["logit_bias"] == {5: float("-inf"), 6: 1.5} and got["stop"] == ["U:", "V"]
-    assert got["draft_max"] == 4 and got["ignore_eos"] and got["spec"] == "auto"
+    assert got["draft_max"] == 4 and got["ignore_eos"] and got["spec"] == "auto" and got["spec_ngram"] is True
+    pycass("run", "m", "-p", "a", "--no-ngram", model=model)
+    assert model.options[1]["spec_ngram"] is False
     assert (got["top_k"], got["top_p"], got["min_p"], got["repeat_last_n"]) == (40, 0.95, 0.05, 64)
 
 

@@ -27,12 +27,12 @@ def folder(tmp_path_factory):
 
 
 def nest_parts(bits):
-    a, x, b, c, offsets, records = writer.encode_nest(np.ascontiguousarray(bits))
+    a, x, b, offsets, records = writer.encode_nest(np.ascontiguousarray(bits))
     tiles = len(offsets) - 1
     table = 4 * (tiles + 1)
     used = table + len(records)
     side = (offsets + table).astype("<u4").tobytes() + records.tobytes() + bytes(-(-(used + 1024) // 64) * 64 - used)
-    return {16: a.tobytes(), 17: x.tobytes() + bytes(-len(x) % 64), 18: b.tobytes(), 19: c.tobytes(), 20: side}
+    return {16: a.tobytes(), 17: x.tobytes() + bytes(-len(x) % 64), 18: b.tobytes(), 19: side}
 
 
 def decoded(bits):

@@ -177,6 +177,64 @@ def test_logits_hash_tells_models_apart(tiny_model):
     assert len(hashes) == 3 * len(tiny.SPECS)
 
 
+# ---- look-ups ----
+
+FEW = {5: 60.0, 9: 60.0, 14: 58.0}  # text of a few tokens: there is always something to look up, right or wrong
+REPEATS = {"greedy": {"logit_bias": FEW}, "sampled": {"logit_bias": FEW, "temperature": 8.0, "seed": 7}, "free": SAMPLED}
+
+
+def lookups(completions):
+    """Some look-ups were right and some were not."""
+    looked_up, accepted = (sum(getattr(c.spec, k) for c in completions) for k in ("ngram_drafted", "ngram_accepted"))
+    for s in (c.spec for c in completions):
+        assert s.ngram_accepted <= s.accepted <= s.drafted and s.ngram_drafted <= s.drafted
+    return 0 < accepted < looked_up
+
+
+@each_model
+@pytest.mark.parametrize("mode", REPEATS)
+@pytest.mark.parametrize("codec", ["nest", "raw"])
+def test_lookups_change_nothing(name, mode, codec, tiny_model):
+    model, prompt, options = tiny_model(name, codec), tiny.ids(name, 9) * 3, REPEATS[mode]
+    plain = run(model, prompt, spec="off", **options)
+    found = [
+        run(model, prompt, spec=s, draft_max=n, draft_fixed=fixed, spec_ngram=True, **options)
+        for n in (1, 4, 16)
+        for s, fixed in (("on", True), ("on", False), ("auto", False))
+    ]
+    without = run(model, prompt, spec="on", spec_ngram=False, **options)
+    for c in [*found, without]:
+        assert seen(c) == seen(plain)
+    assert plain.spec.drafted == without.spec.ngram_drafted == 0
+    assert mode != "sampled" or lookups(found)
+    assert mode != "greedy" or sum(c.spec.ngram_accepted for c in found) > 0
+    assert codec == "nest" or all(c.spec.drafted == c.spec.ngram_drafted for c in [*found, without])
+
+
+@pytest.mark.parametrize("ngram", [True, False])
+def test_an_end_within_a_step_ends_the_same(ngram, tiny_model):
+    """End tokens and stop strings among the guesses; the next generation goes on from what is left of the cache."""
+    model, prompt = tiny_model("qwen3"), tiny.ids("qwen3", 9) * 3
+    (end,) = model.tokenizer.eos_token_ids
+    options = {"logit_bias": FEW | {end: 52.0}, "temperature": 8.0, "draft_fixed": True, "spec_ngram": ngram}
+    lengths = set()
+    for seed in range(20):
+        stop = model.detokenize([5, 14]) if seed % 2 else None
+        plain, fast = (
+            run_to_end(model, prompt, spec=s, seed=seed, stop=stop, **options) for s in ("off", "on")
+        )
+        assert [seen(c) for c in fast] == [seen(c) for c in plain]
+        lengths |= {len(c.token_ids) for c in plain if c.finish_reason == "stop"}
+    assert len(lengths) > 5
+
+
+def run_to_end(model, prompt, **options):
+    """A generation from an empty cache, and one that continues it."""
+    model.reset()
+    first = model.generate(prompt, N, logprobs=True, **options)
+    return first, model.generate(prompt + first.token_ids + [7], N, logprobs=True, **options)
+
+
 # ---- SmolLM2 ----
 
 
@@ -207,6 +265,19 @@ def test_smollm2_speculation_changes_nothing(mode, draft, smollm2, smollm2_plain
     c = short(smollm2, **how, **MODES[mode])
     assert seen(c) == smollm2_plain[mode]
     assert draft == "auto" or c.spec.accepted > 0
+
+
+@pytest.mark.parametrize("options", [GREEDY, {"temperature": 0.3, "seed": 7}], ids=["greedy", "sampled"])
+def test_smollm2_copies_by_lookups(options, smollm2):
+    line = "The quick brown fox jumps over the lazy dog near the old stone bridge.\n"
+    plain, fast = (copy(smollm2, line * 4, spec=s, **options) for s in ("off", "on"))
+    assert seen(fast) == seen(plain)
+    assert fast.spec.ngram_accepted > 20 and fast.spec.mean_len > 5
+
+
+def copy(model, text, **options):
+    model.reset()
+    return model.generate(text, 48, ignore_eos=True, logprobs=True, **options)
 
 
 @pytest.mark.parametrize("threads,batch_size", [(1, 1), (2, 7), (2, 512)])

@@ -53,6 +53,13 @@ def test_another_content_is_another_conversion(cache, tmp_path):
     assert pull.resolve(f) != first and len(cache) == 2
 
 
+def test_another_version_of_the_format_is_another_conversion(cache, tmp_path, monkeypatch):
+    f = gguf(tmp_path / "m.gguf")
+    first = pull.resolve(f)
+    monkeypatch.setattr("pycass.convert.writer.VERSION", 99)
+    assert pull.resolve(f) != first and len(cache) == 2
+
+
 def test_a_damaged_conversion_is_made_again(cache, tmp_path):
     f = gguf(tmp_path / "m.gguf")
     pull.resolve(f).write_bytes(b"half")

@@ -202,7 +202,7 @@ def penalized(logits, history, repeat, last_n, presence, frequency, bias):
     return x
 
 
-@pytest.mark.parametrize("repeat,last_n", [(1.0, 64), (1.8, 64), (1.8, 3), (1.8, 0), (1.8, -1), (0.7, 10)])
+@pytest.mark.parametrize("repeat,last_n", [(1.0, 64), (1.8, 64), (1.8, 12), (1.8, 0), (1.8, -1), (0.7, 10)])
 @pytest.mark.parametrize("presence,frequency", [(0.0, 0.0), (1.5, 0.0), (0.0, 0.8), (0.5, -0.3)])
 def test_penalties_and_bias(repeat, last_n, presence, frequency, model):
     bias = {7: 5.0, 8: -2.0, 11: 1.0}
@@ -221,7 +221,7 @@ def test_penalties_change_the_tokens(model):
     """What the test above rests on."""
     plain = model.generate(PROMPT, 40, ignore_eos=True).token_ids
     for options in (
-        {"repeat_penalty": 1.8}, {"repeat_penalty": 1.8, "repeat_last_n": 3}, {"presence_penalty": 1.5},
+        {"repeat_penalty": 1.8}, {"repeat_penalty": 1.8, "repeat_last_n": 12}, {"presence_penalty": 1.5},
         {"frequency_penalty": 0.8}, {"logit_bias": {7: 5.0}},
     ):  # fmt: skip
         assert model.generate(PROMPT, 40, ignore_eos=True, **options).token_ids != plain

@@ -1,0 +1,10 @@
+/* AVX-512 with BF16 products: Zen 4, Sapphire Rapids and later. VDPBF16PS takes the odd words first, with a rounding after
+ * each product, as two fused multiply-adds that flush denormals: the same bits as the other sets. */
+#include "avx512_common.h"
+#include "sets.h"
+
+const Kernels kernels_avx512bf16 = {.name = "avx512bf16",
+                                .nest_decode_tile = set_nest_decode_tile,
+                                .matmul = set_matmul,
+                                .matmul_draft = set_matmul_draft,
+                                SIMD_OPS_TABLE};
