@@ -40,9 +40,9 @@ static inline void restore_denormals(uint64_t before) {
 #endif
 }
 
-/* Activations for the target: BF16, in panels of 8 tokens, [ceil(m / 8)][n_group][half line][8][4]. The four are the
+/* Activations for the target: BF16, in panels of 16 tokens, [ceil(m / 16)][n_group][half line][16][4]. The four are the
  * columns of the half line, as in TileWords. */
-enum { PANEL_TOKENS = 8, PANEL_WORDS = PANEL_TOKENS * NEST_COLS };
+enum { PANEL_TOKENS = 16, PANEL_WORDS = PANEL_TOKENS * NEST_COLS };
 static inline size_t panel_at(size_t token, size_t n_group, size_t group) {
   return (token / PANEL_TOKENS * n_group + group) * PANEL_WORDS + token % PANEL_TOKENS * 4;
 }

@@ -106,11 +106,12 @@ ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, Exponents exponents, const 
   d->group[2] = _mm256_shuffle_epi8(upper, rows23), d->group[3] = _mm256_shuffle_epi8(lower, rows23);
 
   const uint8_t *record = w->side + load_u32(w->side + 4 * t), *nibbles = record + NEST_HEADER;
+  nest_prefetch(d->a, d->b, record);
   d->header = record[0] | (uint32_t)record[1] << 8;
   uint32_t count = d->header & NEST_COUNT;
   count = count < NEST_TILE ? count : NEST_TILE;
   __m256i code = table16(_mm_setr_epi8(0, -128, 1, -127, 2, -126, 3, -125, 4, -124, 5, -123, 6, -122, 7, -121));
-  code = _mm256_or_si256(code, table16(_mm_cvtsi32_si128(d->header & (NEST_HAS_ZERO | NEST_HAS_ESCAPE) ? CODE_ZERO : 0)));
+  code = _mm256_or_si256(code, table16(_mm_cvtsi32_si128(d->header & NEST_SPECIAL ? CODE_ZERO : 0)));
   for (uint32_t i = 0; i < count; i += 64) /* 64 at a time, so that the number of turns is easily foretold */
     for (uint32_t k = i; k < i + 64; k += 32) {
       __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(nibbles + k / 2)));

@@ -90,24 +90,25 @@ typedef struct Constants {
   __m512i reverse, bit, gather; /* for cell_bits */
 } Constants;
 
+/* From nest_exponent and nest_bit6; the sign is bit 7 of the high byte. */
+static const uint8_t low_byte[16] = {0x00, 0x40, 0x80, 0xc0, 0x00, 0x40, 0x80, 0x00, 0x00, 0x40, 0x80, 0xc0, 0x00, 0x40, 0x80, 0x00};
+static const uint8_t high_byte[16] = {0x08, 0x08, 0x08, 0x08, 0x09, 0x09, 0x07, 0x00, 0x88, 0x88, 0x88, 0x88, 0x89, 0x89, 0x87, 0x80};
+static const uint8_t gather_bytes[64] = {0, 8,  16, 24, 32, 40, 48, 56, 1, 9,  17, 25, 33, 41, 49, 57,
+                                         2, 10, 18, 26, 34, 42, 50, 58, 3, 11, 19, 27, 35, 43, 51, 59,
+                                         4, 12, 20, 28, 36, 44, 52, 60, 5, 13, 21, 29, 37, 45, 53, 61,
+                                         6, 14, 22, 30, 38, 46, 54, 62, 7, 15, 23, 31, 39, 47, 55, 63};
+
 ALWAYS_INLINE Constants constants(void) {
-  uint8_t low[16], high[16], gather[64];
-  for (int i = 0; i < 16; i++) {
-    low[i] = (uint8_t)((nest_exponent[i & 7] & 1) << 7 | nest_bit6[i & 7] << 6);
-    high[i] = (uint8_t)((i >> 3) << 7 | nest_exponent[i & 7] >> 1);
-  }
-  for (int i = 0; i < 64; i++)
-    gather[i] = (uint8_t)(i % 8 * 8 + i / 8);
   return (Constants){constant8(15),
-                     constant(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)low))),
-                     constant(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)high))),
+                     constant(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)low_byte))),
+                     constant(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)high_byte))),
                      constant8(0x3f),
                      constant8(0x40),
                      constant8(0x80),
                      constant8(7),
                      constant(_mm512_broadcast_i32x4(_mm_setr_epi8(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8))),
                      constant(_mm512_set1_epi64((long long)0x8040201008040201u)),
-                     constant(_mm512_loadu_si512(gather))};
+                     constant(_mm512_loadu_si512(gather_bytes))};
 }
 
 /* A tile while it is decoded. Masks travel between vectors and general registers through memory and are made for the
@@ -146,6 +147,7 @@ ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, const Matrix *w, size_t t, 
   d->group[1] = _mm512_permutexvar_epi16(_mm512_add_epi16(row, _mm512_set1_epi16(2)), word);
 
   const uint8_t *record = w->side + load_u32(w->side + 4 * t), *nibbles = record + NEST_HEADER;
+  nest_prefetch(d->a, d->b, record);
   d->header = record[0] | (uint32_t)record[1] << 8;
   uint32_t count = d->header & NEST_COUNT;
   count = count < NEST_TILE ? count : NEST_TILE;
@@ -318,7 +320,7 @@ static void set_decode_tile(const Matrix *w, size_t t, TileWords out) {
 
 /* ---- target product --------------------------------------------------------------------------------- */
 
-enum { MATMUL_TOKENS = 64, SPAN = 4 };
+enum { MATMUL_TOKENS = 64, TILE_TOKENS = 8, SPAN = 4 };
 
 /* sum += the products of the odd words of w and x, then of the even ones */
 ALWAYS_INLINE __m512 dot(__m512 sum, __m512i w, __m512i x) {
@@ -356,8 +358,10 @@ ALWAYS_INLINE void multiply_tile(__m512 *s, TileDecoder *d, const Constants *k, 
   }
 }
 
-/* A row block of a nest matrix times n <= 8 tokens, the weights never leaving registers. False if it is damaged. */
-ALWAYS_INLINE bool nest_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel, const int n) {
+/* A row block of a nest matrix times n tokens, the weights never leaving registers; m of them are stored. False if it is
+ * damaged. */
+ALWAYS_INLINE bool nest_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel, uint32_t m,
+                                const int n) {
   const Constants k = constants();
   bool fits = true;
   __m512 s[2 * PANEL_TOKENS];
@@ -374,27 +378,35 @@ ALWAYS_INLINE bool nest_block_n(float *y, size_t ldy, const Matrix *w, size_t bl
     }
     fits &= tile_decoder_fits(&d);
   }
-  for (int t = 0; t < n; t++)
+  for (int t = 0; t < n && t < (int)m; t++)
     store_sums(y + (size_t)t * ldy, s + 2 * t);
   return fits;
 }
 
+/* n <= 16. From 9 on, pairs of sizes share their code: a panel has room for 16, whatever lies in it. */
 static bool nest_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel, uint32_t n) {
   switch (n) {
-  case 1: return nest_block_n(y, ldy, w, block, panel, 1);
-  case 2: return nest_block_n(y, ldy, w, block, panel, 2);
-  case 3: return nest_block_n(y, ldy, w, block, panel, 3);
-  case 4: return nest_block_n(y, ldy, w, block, panel, 4);
-  case 5: return nest_block_n(y, ldy, w, block, panel, 5);
-  case 6: return nest_block_n(y, ldy, w, block, panel, 6);
-  case 7: return nest_block_n(y, ldy, w, block, panel, 7);
-  default: return nest_block_n(y, ldy, w, block, panel, 8);
+  case 1: return nest_block_n(y, ldy, w, block, panel, n, 1);
+  case 2: return nest_block_n(y, ldy, w, block, panel, n, 2);
+  case 3: return nest_block_n(y, ldy, w, block, panel, n, 3);
+  case 4: return nest_block_n(y, ldy, w, block, panel, n, 4);
+  case 5: return nest_block_n(y, ldy, w, block, panel, n, 5);
+  case 6: return nest_block_n(y, ldy, w, block, panel, n, 6);
+  case 7: return nest_block_n(y, ldy, w, block, panel, n, 7);
+  case 8: return nest_block_n(y, ldy, w, block, panel, n, 8);
+  case 9:
+  case 10: return nest_block_n(y, ldy, w, block, panel, n, 10);
+  case 11:
+  case 12: return nest_block_n(y, ldy, w, block, panel, n, 12);
+  case 13:
+  case 14: return nest_block_n(y, ldy, w, block, panel, n, 14);
+  default: return nest_block_n(y, ldy, w, block, panel, n, 16);
   }
 }
 
 /* Decoded tiles of groups in turn times n <= 8 tokens; sums [n][2] wait in memory meanwhile. */
 ALWAYS_INLINE void tiles_panel_n(__m512 *sums, TileWords *tile, size_t n_tile, const uint16_t *panel, const int n) {
-  __m512 s[2 * PANEL_TOKENS];
+  __m512 s[2 * TILE_TOKENS];
   for (int t = 0; t < 2 * n; t++)
     s[t] = sums[t];
   const uint16_t *words = tile[0][0];
@@ -429,8 +441,8 @@ static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, con
     size_t n = min_size(SPAN, w->n_group - g);
     for (size_t i = 0; i < n; i++)
       set_decode_tile(w, block * w->n_group + g + i, tile[i]);
-    for (uint32_t i = 0; i < m; i += PANEL_TOKENS)
-      tiles_panel(sums + 2 * i, tile, n, panels + panel_at(i, w->n_group, g), m - i < PANEL_TOKENS ? m - i : PANEL_TOKENS);
+    for (uint32_t i = 0; i < m; i += TILE_TOKENS)
+      tiles_panel(sums + 2 * i, tile, n, panels + panel_at(i, w->n_group, g), m - i < TILE_TOKENS ? m - i : TILE_TOKENS);
   }
   for (uint32_t i = 0; i < m; i++)
     store_sums(y + i * ldy, sums + 2 * i);
