@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -13,22 +12,36 @@ static pycass_status io_error(const char *what, const char *path) {
   return cass_fail(PYCASS_ERR_IO, "cannot %s %s: %s", what, path, strerror(errno));
 }
 
-static pycass_status map_file(int fd, const char *path, pycass_file *f) {
-  void *p = mmap(NULL, f->size, PROT_READ, MAP_SHARED, fd, 0);
+enum { HUGE_PAGE = 2 << 20, CHUNK = 32 << 20, SMALL_FILE = 32 << 20, SPARE = 512 << 20 };
+
+/* Address space of whole huge pages; nothing is resident. */
+static uint8_t *reserve(size_t size) {
+  size_t whole = round_up(size, HUGE_PAGE);
+  uint8_t *p = mmap(NULL, whole + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED)
-    return io_error("map", path);
-  f->data = p, f->own = OWN_MAP;
-  return PYCASS_OK;
+    return NULL;
+  uint8_t *start = (uint8_t *)round_up((uintptr_t)p, HUGE_PAGE), *end = start + whole;
+  if (start > p)
+    munmap(p, (size_t)(start - p));
+  if (p + whole + HUGE_PAGE > end)
+    munmap(end, (size_t)(p + whole + HUGE_PAGE - end));
+  return start;
 }
 
-/* ---- reading into huge pages: 4 KB pages cost a fifth of the speed at which weights stream by ---------------- */
+static pycass_status map_file(int fd, const char *path, pycass_file *f) {
+  uint8_t *p = reserve(f->size);
+  if (!p)
+    return io_error("map", path);
+  f->data = p, f->own = true;
+  return mmap(p, f->size, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED ? io_error("map", path) : PYCASS_OK;
+}
 
-enum { HUGE_PAGE = 2 << 20, READERS = 4, SMALL_FILE = 32 << 20, SPARE = 512 << 20 };
+/* ---- moving to huge pages: 4 KB pages cost a fifth of the speed at which weights stream by ------------------------- */
 
 /* Number after the key in a text file of the system, times unit; otherwise fallback. */
 static uint64_t system_number(const char *path, const char *key, uint64_t unit, uint64_t fallback) {
   char line[256];
-  FILE *f = fopen(path, "r");
+  FILE *f = fopen(path, "re");
   while (f && fgets(line, sizeof line, f)) {
     unsigned long long v;
     if (strncmp(line, key, strlen(key)) == 0 && sscanf(line + strlen(key), "%llu", &v) == 1) {
@@ -49,86 +62,77 @@ static bool has_room(uint64_t size) {
          most - used > size + SPARE;
 }
 
-typedef struct Reader {
-  pthread_t thread;
-  int fd, error; /* error: an errno, or -1 if the file ended */
-  uint8_t *to;
-  uint64_t from, size;
-} Reader;
-
-static void *read_part(void *arg) {
-  Reader *r = arg;
-  while (r->size) {
-    ssize_t n = pread(r->fd, r->to, min_size(r->size, (size_t)1 << 30), (off_t)r->from);
+#if defined(__linux__)
+/* 0, an errno, or -1 if the file has become shorter. */
+static int read_all(int fd, uint8_t *to, size_t from, size_t size) {
+  while (size) {
+    ssize_t n = pread(fd, to, size, (off_t)from);
     if (n < 0 && errno == EINTR)
       continue;
-    if (n <= 0) {
-      r->error = n < 0 ? errno : -1;
-      return NULL;
-    }
-    r->to += n, r->from += (uint64_t)n, r->size -= (uint64_t)n;
+    if (n <= 0)
+      return n < 0 ? errno : -1;
+    to += n, from += (size_t)n, size -= (size_t)n;
   }
+  return 0;
+}
+
+/* Puts huge pages with the file's bytes in the place of the map, a chunk at a time, so that little is there twice. The
+ * addresses stay, and so do the bytes: others may read them meanwhile. As read_all. */
+static int move_to_huge_pages(pycass_file *f) {
+  int error = 0;
+  for (size_t at = 0; at < f->size && !error && !atomic_load(&f->stop); at += CHUNK) {
+    size_t n = min_size(CHUNK, f->size - at), whole = round_up(n, HUGE_PAGE);
+    uint8_t *p = reserve(n);
+    if (!p)
+      return ENOMEM;
+    madvise(p, whole, MADV_HUGEPAGE);
+    error = read_all(f->fd, p, at, n);
+    if (!error && (mprotect(p, whole, PROT_READ) != 0 || mremap(p, whole, whole, MREMAP_MAYMOVE | MREMAP_FIXED,
+                                                                f->data + at) == MAP_FAILED))
+      error = errno;
+    if (error)
+      munmap(p, whole);
+  }
+  return error;
+}
+
+static void *mover(void *file) {
+  move_to_huge_pages(file); /* without success the map does as well, only slower */
   return NULL;
 }
-
-/* An anonymous map of whole huge pages. */
-static uint8_t *map_memory(size_t size) {
-  size_t whole = round_up(size, HUGE_PAGE);
-  uint8_t *p = mmap(NULL, whole + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED)
-    return NULL;
-  uint8_t *start = (uint8_t *)round_up((uintptr_t)p, HUGE_PAGE);
-  if (start > p)
-    munmap(p, (size_t)(start - p));
-  if (start + whole < p + whole + HUGE_PAGE)
-    munmap(start + whole, (size_t)(p + HUGE_PAGE - start));
-#if defined(MADV_HUGEPAGE)
-  madvise(start, whole, MADV_HUGEPAGE);
 #endif
-  return start;
+
+static pycass_status place(pycass_file *f, const char *path, pycass_loading loading) {
+#if defined(__linux__)
+  if (loading == PYCASS_LOAD_READ) {
+    int error = move_to_huge_pages(f);
+    errno = error;
+    return error == -1 ? cass_fail(PYCASS_ERR_TRUNCATED, "%s became shorter while it was read", path)
+           : error     ? io_error("read", path)
+                       : PYCASS_OK;
+  }
+  if (loading == PYCASS_LOAD_AUTO && f->size >= SMALL_FILE && has_room(f->size))
+    f->pid = getpid(), f->moving = pthread_create(&f->mover, NULL, mover, f) == 0;
+#else
+  (void)f, (void)path, (void)loading, (void)has_room;
+#endif
+  return PYCASS_OK;
 }
 
-static pycass_status read_file(int fd, const char *path, pycass_file *f) {
-  uint8_t *p = map_memory(f->size);
-  if (!p)
-    return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for the %zu bytes of %s", f->size, path);
-  f->data = p, f->own = OWN_MEMORY;
-  Reader part[READERS];
-  size_t share = round_up(f->size / READERS + 1, HUGE_PAGE);
-  int error = 0;
-  for (size_t i = 0; i < READERS; i++) { /* several, since one is busy clearing and copying pages */
-    size_t from = min_size(i * share, f->size);
-    part[i] = (Reader){.fd = fd, .to = p + from, .from = from, .size = min_size(share, f->size - from)};
-    if (!i || pthread_create(&part[i].thread, NULL, read_part, &part[i]) != 0)
-      part[i].thread = pthread_self();
-  }
-  for (size_t i = 0; i < READERS; i++) {
-    if (pthread_equal(part[i].thread, pthread_self()))
-      read_part(&part[i]);
-    else
-      pthread_join(part[i].thread, NULL);
-    error = part[i].error ? part[i].error : error;
-  }
-  if (error == -1)
-    return cass_fail(PYCASS_ERR_TRUNCATED, "%s became shorter while it was read", path);
-  errno = error;
-  mprotect(p, round_up(f->size, HUGE_PAGE), PROT_READ);
-  return error ? io_error("read", path) : PYCASS_OK;
-}
+/* ---- opening ----------------------------------------------------------------------------------------------------- */
 
-static pycass_status open_fd(int fd, const char *path, pycass_loading loading, pycass_file *f) {
+static pycass_status open_fd(const char *path, pycass_loading loading, pycass_file *f) {
   struct stat st;
-  if (fstat(fd, &st) != 0)
+  if (fstat(f->fd, &st) != 0)
     return io_error("stat", path);
   if (!S_ISREG(st.st_mode))
     return cass_fail(PYCASS_ERR_IO, "%s is not a regular file", path);
   if (st.st_size == 0)
     return cass_fail(PYCASS_ERR_NOT_CASS, "%s is empty", path);
   f->size = (size_t)st.st_size;
-  if (loading == PYCASS_LOAD_AUTO)
-    loading = f->size >= SMALL_FILE && has_room(f->size) ? PYCASS_LOAD_READ : PYCASS_LOAD_MAP;
-  RETURN_IF(loading == PYCASS_LOAD_READ ? read_file(fd, path, f) : map_file(fd, path, f));
-  return format_parse(f->data, f->size, &f->format);
+  RETURN_IF(map_file(f->fd, path, f));
+  RETURN_IF(format_parse(f->data, f->size, &f->format));
+  return place(f, path, loading);
 }
 
 pycass_status loader_open(const char *path, pycass_loading loading, pycass_file **out) {
@@ -138,9 +142,12 @@ pycass_status loader_open(const char *path, pycass_loading loading, pycass_file 
   if (fd < 0)
     return io_error("open", path);
   pycass_file *f = calloc(1, sizeof *f);
-  pycass_status status =
-      f ? open_fd(fd, path, loading, f) : cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory to open %s", path);
-  close(fd); /* the map stays */
+  if (!f) {
+    close(fd);
+    return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory to open %s", path);
+  }
+  f->fd = fd;
+  pycass_status status = open_fd(path, loading, f);
   if (status != PYCASS_OK) {
     pycass_file_close(f);
     return status;
@@ -163,7 +170,7 @@ pycass_status pycass_file_open_buffer(const void *data, size_t size, pycass_file
   pycass_file *f = calloc(1, sizeof *f);
   if (!f)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory to open a file");
-  f->data = data, f->size = size;
+  f->data = (uint8_t *)(uintptr_t)data, f->size = size, f->fd = -1;
   pycass_status status = format_parse(f->data, f->size, &f->format);
   if (status != PYCASS_OK) {
     pycass_file_close(f);
@@ -176,11 +183,15 @@ pycass_status pycass_file_open_buffer(const void *data, size_t size, pycass_file
 void pycass_file_close(pycass_file *f) {
   if (!f)
     return;
+  if (f->moving && f->pid == getpid()) { /* a fork's child has no such thread */
+    atomic_store(&f->stop, true);
+    pthread_join(f->mover, NULL);
+  }
   format_free(&f->format);
-  if (f->own == OWN_MAP)
-    munmap((void *)(uintptr_t)f->data, f->size);
-  if (f->own == OWN_MEMORY)
-    munmap((void *)(uintptr_t)f->data, round_up(f->size, HUGE_PAGE));
+  if (f->own)
+    munmap(f->data, round_up(f->size, HUGE_PAGE));
+  if (f->fd >= 0)
+    close(f->fd);
   free(f);
 }
 

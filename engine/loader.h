@@ -1,14 +1,23 @@
-/* Owns the bytes of a file: mapped, read, or borrowed. The only I/O of the engine. */
+/* Owns the bytes of a file: mapped, moved to huge pages, or borrowed. The only I/O of the engine. */
 #ifndef CASS_LOADER_H
 #define CASS_LOADER_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/types.h>
 
 #include "format.h"
 
 struct pycass_file {
-  const uint8_t *data;
+  uint8_t *data;
   size_t size;
-  enum { OWN_NOTHING, OWN_MAP, OWN_MEMORY } own;
+  bool own;         /* data is a map of whole huge pages of address space; else borrowed */
+  int fd;           /* -1: none */
   Format format;
+  bool moving;      /* a thread moves the bytes to huge pages */
+  pthread_t mover;
+  pid_t pid;        /* of the process that has it */
+  atomic_bool stop; /* ends it */
 };
 
 pycass_status loader_open(const char *path, pycass_loading loading, pycass_file **out);

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from pycass._pycass import ffi, lib
 from pycass.errors import ContextFull, InvalidArgument, IOFailure, KernelUnavailable, PycassError, check
-from pycass.file import config_of, json_of
+from pycass.file import CassFile, config_of
 from pycass.tokenizer import StopMatcher, Tokenizer
 
 _SPEC_MODES = {"off": lib.PYCASS_SPEC_OFF, "on": lib.PYCASS_SPEC_ON, "auto": lib.PYCASS_SPEC_AUTO}
@@ -90,6 +91,12 @@ def kernels() -> list[tuple[str, bool]]:
     return found
 
 
+def _read_text(path):
+    """The tokenizer of a file, and its JSON section."""
+    with CassFile(path) as file:
+        return Tokenizer(file.json), file.json
+
+
 class Model:
     """A loaded model with one KV cache. Made by `Model.load`; a context manager.
 
@@ -97,12 +104,10 @@ class Model:
     going on with it afterwards is an error.
     """
 
-    def __init__(self, model, session, path: str):
+    def __init__(self, model, session, path: str, tokenizer: Tokenizer, json: dict):
         self._model, self._session, self.path = model, session, path
-        file = lib.pycass_model_file(model)
-        self.config = config_of(file)
-        self.json = json_of(file, path)
-        self.tokenizer = Tokenizer(self.json)
+        self.config = config_of(lib.pycass_model_file(model))
+        self.json, self.tokenizer = json, tokenizer
         self.n_ctx: int = lib.pycass_session_n_ctx(session)
         self.threads: int = lib.pycass_session_n_threads(session)
         self.kernel: str = ffi.string(lib.pycass_model_kernel(model)).decode()
@@ -127,7 +132,7 @@ class Model:
         n_ctx: tokens of context; 0: the model's, at most 4096. threads: 0: physical cores; threads_batch: for
         prompts. kernel: "scalar", "avx2", "avx512", "avx512bf16" or "amx"; None: $PYCASS_KERNEL, else the best.
         mmap: map the file, which shares its memory with other processes, or read it into huge pages, which are
-        faster; None: read it if there is room.
+        faster; None: map it and, if there is room, move it to huge pages in the background.
         rope_scaling: replaces the file's, in transformers' terms: {"rope_type": "yarn", "factor": 4.0, ...}.
         """
         path, keep = _path(path), []
@@ -143,9 +148,12 @@ class Model:
         if rope_scaling:
             keep.append(_set_rope(options, path, rope_scaling))
         out = ffi.new("pycass_model **")
-        check(lib.pycass_model_load(os.fsencode(path), options, out), path)
-        model = ffi.gc(out[0], lib.pycass_model_free)
-        return cls(model, _new_session(model, n_ctx, threads, threads_batch, batch_size), path)
+        with ThreadPoolExecutor(1) as pool:  # a tokenizer takes as long to build as the weights to read
+            text = pool.submit(_read_text, path)
+            check(lib.pycass_model_load(os.fsencode(path), options, out), path)
+            model = ffi.gc(out[0], lib.pycass_model_free)
+            session = _new_session(model, n_ctx, threads, threads_batch, batch_size)
+            return cls(model, session, path, *text.result())
 
     # ---- text and tokens ----
 

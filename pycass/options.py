@@ -97,7 +97,8 @@ model = stack(
            help="Prompt tokens per pass; 0: 512."),
     option("--kernel", default=None, metavar="NAME", help="Force a kernel set (see `pycass info`)."),
     option("--mmap/--no-mmap", default=None,
-           help="Map the file, or read it into memory, which is faster. Without either: read it if there is room."),
+           help="Map the file, or read it into huge pages, which are faster. Without either: map it and, if there is room, "
+                "move it in the background."),
     option("--mlock", is_flag=True, help="Keep the weights resident."),
     option("--rope-scaling", type=click.Choice(["none", "linear", "yarn"]), default=None,
            help="Replace the model's rope scaling; linear and yarn take their factor from --rope-scale."),
