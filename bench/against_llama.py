@@ -92,7 +92,7 @@ def measure(args):
     """All rounds."""
     found, load = Found(), os.getloadavg()[0]
     with ExitStack() as stack:
-        models = [stack.enter_context(pycass.Model.load(args.model, threads=args.threads, kernel=k))
+        models = [stack.enter_context(pycass.Model.load(args.model, threads=args.threads, kernel=k, mmap=False))
                   for k in (None, *args.kernel)]  # fmt: skip
         models = list({m.kernel: m for m in models}.values())
         threads = models[0].threads

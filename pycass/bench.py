@@ -44,6 +44,8 @@ class Plan:
     seed: int = 1
     batch_size: int = 0
     kernel: str | None = None
+    ngram: bool = True
+    mmap: bool = False  # read before anything is measured
 
 
 @dataclass
@@ -90,7 +92,8 @@ def run(path, name, plan, output, out, console):
     n_ctx = max([*plan.prompts, *(n + ROOM for n in plan.gens)]) + 1
     try:
         for threads in plan.threads:
-            with Model.load(path, n_ctx=n_ctx, threads=threads, batch_size=plan.batch_size, kernel=plan.kernel) as model:
+            options = {"batch_size": plan.batch_size, "kernel": plan.kernel, "mmap": plan.mmap}
+            with Model.load(path, n_ctx=n_ctx, threads=threads, **options) as model:
                 console.status("reading memory")
                 shared = about | {"kernel": model.kernel, "n_threads": model.threads}
                 shared["read_gbps"] = round(read_gbps(model.threads), 2)
@@ -158,7 +161,7 @@ def _generations(model, plan, n, spec, console):
     matter and one is enough."""
     names = list(PROMPTS) if spec != "off" else list(PROMPTS)[:1]
     ids = {name: prompt_ids(model, PROMPTS[name]) for name in names}
-    options = {"spec": spec, "draft_max": plan.draft_max} | sampling(plan.temperature, plan.seed)
+    options = {"spec": spec, "draft_max": plan.draft_max, "spec_ngram": plan.ngram} | sampling(plan.temperature, plan.seed)
 
     def once(n=n):
         return {name: generate(model, ids[name], n, **options) for name in names}
@@ -343,7 +346,7 @@ def notes(rows, plan):
     for r in rows:
         off = [name for name, p in (r["prompts"] or {}).items() if p["disabled"]]
         if off:
-            out.append(f"{r['test']}, {r['n_threads']} threads: auto turned speculation off for {', '.join(off)}")
+            out.append(f"{r['test']}, {r['n_threads']} threads: auto turned the draft off for {', '.join(off)}")
     return [f"- {line}" for line in out]
 
 

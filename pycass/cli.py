@@ -379,6 +379,7 @@ def _numbers(part):
 @option("--spec", "specs", default="off,auto,draft", show_default=True, metavar="LIST",
         help="Generate without speculation (off), with it (auto, on), or measure the draft's passes alone (draft).")
 @option("--draft-max", type=click.IntRange(1, 16), default=8, show_default=True, metavar="N", help="Longest draft.")
+@option("--ngram/--no-ngram", default=True, show_default=True, help="Look-ups beside the draft, with auto and on.")
 @option("--temp", "--temperature", type=options.Finite(0, 1e6), default=0.0, show_default=True, metavar="X",
         help="0: greedy; else as `run` samples by default.")
 @option("-s", "--seed", type=click.IntRange(-1, 2**64 - 1), default=1, show_default=True, metavar="N",
@@ -386,6 +387,7 @@ def _numbers(part):
 @option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL.")
 @option("-b", "--batch-size", type=click.IntRange(0, 4096), default=0, metavar="N", help="Prompt tokens per pass.")
 @option("--kernel", default=None, metavar="NAME", help="Force a kernel set.")
+@option("--mmap/--no-mmap", default=False, show_default=True, help="Map the file, or read it into huge pages first.")
 @option("-ngl", "--n-gpu-layers", type=int, default=0, callback=options._cpu_only, metavar="N", help="Only 0.")
 @options.log
 def bench(model, **o):
@@ -407,6 +409,8 @@ def bench(model, **o):
         seed=options.seed_of(o),
         batch_size=o["batch_size"],
         kernel=o["kernel"],
+        ngram=o["ngram"],
+        mmap=o["mmap"],
     )
     if not set(plan.specs) <= set(b.SPECS):
         raise click.BadParameter(f"{o['specs']!r} is not a list of {', '.join(b.SPECS)}", param_hint="--spec")

@@ -113,7 +113,7 @@ def build():
 def build_text(b):
     """build()'s object for people."""
     lines = [f"pycass {b['version']} on {b['machine']}, {b['cpus']} CPUs", "kernel sets, best first:"]
-    lines += [f"  {k['name']:<8} {'runs here' if k['runs'] else 'not on this machine'}" for k in b["kernels"]]
+    lines += [f"  {k['name']:<10} {'runs here' if k['runs'] else 'not on this machine'}" for k in b["kernels"]]
     lines += ["models that pull knows:", *(f"  {n:<20} {about}" for n, about in b["models"].items())]
     return "\n".join([*lines, f"cache: {b['cache']}"])
 
