@@ -68,7 +68,7 @@ def test_bench_tables(monkeypatch):
 
 def test_what_auto_turned_off_is_said(monkeypatch):
     monkeypatch.setattr(bench, "generate", lambda *a, **k: bench.Count(8, 1.0, 100, 4, 8, 4, 1))
-    assert "auto turned speculation off for code, maths, prose, chat" in rows_of("md", monkeypatch)
+    assert "auto turned the draft off for code, maths, prose, chat" in rows_of("md", monkeypatch)
 
 
 def test_counts_add_up():
