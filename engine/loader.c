@@ -15,9 +15,9 @@ static pycass_status io_error(const char *what, const char *path) {
 enum { HUGE_PAGE = 2 << 20, CHUNK = 32 << 20, SMALL_FILE = 32 << 20, SPARE = 512 << 20 };
 
 /* Address space of whole huge pages; nothing is resident. */
-static uint8_t *reserve(size_t size) {
+static uint8_t *reserve(size_t size, int protection) {
   size_t whole = round_up(size, HUGE_PAGE);
-  uint8_t *p = mmap(NULL, whole + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  uint8_t *p = mmap(NULL, whole + HUGE_PAGE, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED)
     return NULL;
   uint8_t *start = (uint8_t *)round_up((uintptr_t)p, HUGE_PAGE), *end = start + whole;
@@ -29,7 +29,7 @@ static uint8_t *reserve(size_t size) {
 }
 
 static pycass_status map_file(int fd, const char *path, pycass_file *f) {
-  uint8_t *p = reserve(f->size);
+  uint8_t *p = reserve(f->size, PROT_NONE);
   if (!p)
     return io_error("map", path);
   f->data = p, f->own = true;
@@ -38,15 +38,15 @@ static pycass_status map_file(int fd, const char *path, pycass_file *f) {
 
 /* ---- moving to huge pages: 4 KB pages cost a fifth of the speed at which weights stream by ------------------------- */
 
-/* Number after the key in a text file of the system, times unit; otherwise fallback. */
-static uint64_t system_number(const char *path, const char *key, uint64_t unit, uint64_t fallback) {
+/* Number after the key in the first line of a text file that has one; otherwise fallback. */
+static uint64_t number_in(const char *path, const char *key, uint64_t fallback) {
   char line[256];
   FILE *f = fopen(path, "re");
   while (f && fgets(line, sizeof line, f)) {
     unsigned long long v;
     if (strncmp(line, key, strlen(key)) == 0 && sscanf(line + strlen(key), "%llu", &v) == 1) {
       fclose(f);
-      return v * unit;
+      return v;
     }
   }
   if (f)
@@ -54,12 +54,48 @@ static uint64_t system_number(const char *path, const char *key, uint64_t unit, 
   return fallback;
 }
 
-/* Whether a copy of the file fits well, by what the system and the process's control group have left. */
-static bool has_room(uint64_t size) {
-  uint64_t most = system_number("/sys/fs/cgroup/memory.max", "", 1, UINT64_MAX);
-  uint64_t used = system_number("/sys/fs/cgroup/memory.current", "", 1, 0);
-  return system_number("/proc/meminfo", "MemAvailable:", 1024, 0) > size + SPARE && most > used &&
-         most - used > size + SPARE;
+/* Whether a control group and those above it leave size bytes. base: where its kind is mounted; group: its path there, cut
+ * while going up. Of a container only its own group may be seen, as the topmost. */
+static bool group_has_room(uint64_t size, const char *base, char *group, const char *most, const char *used) {
+  for (;;) {
+    char path[1024];
+    snprintf(path, sizeof path, "%s%s/%s", base, group, most);
+    uint64_t limit = number_in(path, "", UINT64_MAX);
+    snprintf(path, sizeof path, "%s%s/%s", base, group, used);
+    uint64_t now = number_in(path, "", 0);
+    if (limit < now || limit - now <= size)
+      return false;
+    char *slash = strrchr(group, '/');
+    if (!slash)
+      return true;
+    *slash = 0;
+  }
+}
+
+bool loader_has_room(uint64_t size, const char *root) {
+  char path[512], line[1024];
+  snprintf(path, sizeof path, "%s/proc/meminfo", root);
+  if (number_in(path, "MemAvailable:", 0) <= (size + SPARE) >> 10)
+    return false;
+  snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
+  FILE *f = fopen(path, "re");
+  bool room = true;
+  while (f && room && fgets(line, sizeof line, f)) { /* NUMBER:KINDS:/PATH; version 2 has no kinds */
+    line[strcspn(line, "\n")] = 0;
+    char *kinds = strchr(line, ':'), *group = kinds ? strchr(kinds + 1, ':') : NULL;
+    if (!group)
+      continue;
+    *group++ = 0;
+    bool unified = !kinds[1];
+    snprintf(path, sizeof path, "%s/sys/fs/cgroup%s", root, unified ? "" : "/memory");
+    if (unified)
+      room = group_has_room(size + SPARE, path, group, "memory.max", "memory.current");
+    else if (strstr(kinds, "memory"))
+      room = group_has_room(size + SPARE, path, group, "memory.limit_in_bytes", "memory.usage_in_bytes");
+  }
+  if (f)
+    fclose(f);
+  return room;
 }
 
 #if defined(__linux__)
@@ -82,7 +118,7 @@ static int move_to_huge_pages(pycass_file *f) {
   int error = 0;
   for (size_t at = 0; at < f->size && !error && !atomic_load(&f->stop); at += CHUNK) {
     size_t n = min_size(CHUNK, f->size - at), whole = round_up(n, HUGE_PAGE);
-    uint8_t *p = reserve(n);
+    uint8_t *p = reserve(n, PROT_READ | PROT_WRITE);
     if (!p)
       return ENOMEM;
     madvise(p, whole, MADV_HUGEPAGE);
@@ -111,10 +147,10 @@ static pycass_status place(pycass_file *f, const char *path, pycass_loading load
            : error     ? io_error("read", path)
                        : PYCASS_OK;
   }
-  if (loading == PYCASS_LOAD_AUTO && f->size >= SMALL_FILE && has_room(f->size))
+  if (loading == PYCASS_LOAD_AUTO && f->size >= SMALL_FILE && loader_has_room(f->size, ""))
     f->pid = getpid(), f->moving = pthread_create(&f->mover, NULL, mover, f) == 0;
 #else
-  (void)f, (void)path, (void)loading, (void)has_room;
+  (void)f, (void)path, (void)loading;
 #endif
   return PYCASS_OK;
 }
@@ -138,7 +174,7 @@ static pycass_status open_fd(const char *path, pycass_loading loading, pycass_fi
 pycass_status loader_open(const char *path, pycass_loading loading, pycass_file **out) {
   if (!path || !out)
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "no path");
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO without a writer must not wait */
   if (fd < 0)
     return io_error("open", path);
   pycass_file *f = calloc(1, sizeof *f);

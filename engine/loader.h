@@ -21,6 +21,9 @@ struct pycass_file {
 };
 
 pycass_status loader_open(const char *path, pycass_loading loading, pycass_file **out);
+/* Whether a copy of size bytes fits well, by what the system and the process's control groups have left. root: "", or a
+ * folder with another /proc and /sys. */
+bool loader_has_room(uint64_t size, const char *root);
 pycass_status loader_lock(const pycass_file *file); /* mlock */
 
 #endif

@@ -109,7 +109,10 @@ static pycass_status set_rope(pycass_model *m, const pycass_model_options *o) {
 
 static pycass_status load(pycass_model *m, const char *path, const pycass_model_options *o) {
   RETURN_IF(kernels_select(o ? o->kernel : NULL, &m->kernels));
-  RETURN_IF(loader_open(path, o ? o->loading : PYCASS_LOAD_AUTO, &m->file));
+  pycass_loading loading = o ? o->loading : PYCASS_LOAD_AUTO;
+  if (o && o->mlock && loading == PYCASS_LOAD_AUTO)
+    loading = PYCASS_LOAD_READ; /* pages that come later would not be locked */
+  RETURN_IF(loader_open(path, loading, &m->file));
   m->config = m->file->format.config;
   RETURN_IF(bind(m));
   RETURN_IF(set_rope(m, o));

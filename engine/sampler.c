@@ -166,6 +166,8 @@ static const Candidate *survivors(Sampler *s, const float *logits, size_t *n_out
     lowest = kth_largest(s, logits, min_size((size_t)o->top_k, s->n_token));
   } else if (only_min_p) {
     lowest = top + logf(o->min_p);
+  } else if (top == INFINITY) { /* by a bias: only these have any mass, and differences are no numbers */
+    lowest = top;
   } else {
     /* all that are further below the best have less than 1 - top_p of the mass together */
     total = (double)s->kernels->sum_exp(logits, s->n_token, top);

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
+from .errors import InvalidArgument
 from .file import CassFile
 from .prompts import PROMPTS
 
@@ -88,6 +89,8 @@ def run(path, name, plan, output, out, console):
     specs = [s for s in plan.specs if s != "draft" or owed]
     if specs != plan.specs:
         console.note("this file has no draft: nothing to measure for --spec draft")
+    if not plan.prompts and not specs:
+        raise InvalidArgument("nothing to measure: this file has no draft")
     write = _Writer(output, out, plan)
     n_ctx = max([*plan.prompts, *(n + ROOM for n in plan.gens)]) + 1
     try:
@@ -338,7 +341,7 @@ def notes(rows, plan):
     """What the table does not say, one line each."""
     reads = {r["n_threads"]: r["read_gbps"] for r in rows}
     out = [f"{n} thread{'s' * (n != 1)}: a plain read loop reaches {x:.1f} GB/s ({read_method()})" for n, x in reads.items()]
-    if plan.gens:
+    if any(r["n_gen"] for r in rows):
         choice = f"sampled at temperature {plan.temperature:g}, seed {plan.seed}" if plan.temperature else "greedy"
         texts = dict.fromkeys((r["spec"], r["text"]) for r in rows if r["n_gen"])
         out.append(f"tg: {choice}; " + "; ".join(f"{spec}: {text}" for spec, text in texts))

@@ -274,6 +274,15 @@ static void test_odd_logits(const Kernels *k) {
   CHECK(pick_at(&s, (float[]){1, 2, 2, 2, 1}, 0) == 1, "the first of equals");
   CHECK(pick_at(&s, (float[]){NAN, -INFINITY, -INFINITY, NAN, NAN}, 0) == 1, "argmax of -inf");
   sampler_free(&s);
+  for (int i = 0; i < 32; i++) { /* an infinite logit, a bias makes one, is chosen whatever the filters */
+    pycass_sampling o = pycass_sampling_default();
+    o.temperature = i & 1 ? 0.8f : 100.0f;
+    o.top_p = i & 2 ? 0.95f : 1, o.top_k = i & 4 ? 3 : 0, o.min_p = i & 8 ? 0.05f : 0, o.seed = (uint64_t)i;
+    s = make(k, 5, &o);
+    int32_t id = pick_at(&s, (float[]){1, 2, -INFINITY, INFINITY, 1}, (size_t)i);
+    CHECK(id == 3, "top-p %g, top-k %d, min-p %g chose %d", (double)o.top_p, o.top_k, (double)o.min_p, id);
+    sampler_free(&s);
+  }
 }
 
 int main(void) {

@@ -221,3 +221,8 @@ def test_perplexity_of_nothing():
 def test_perplexity_needs_two_tokens_of_context():
     with pytest.raises(InvalidArgument, match="at least 2"):
         perplexity.perplexity(Logits(1), bench.TEXT)
+
+
+def test_nothing_to_measure_is_an_error(tiny_cass, measured):
+    with pytest.raises(InvalidArgument, match="no draft"):
+        measured(tiny_cass("llama_tied", "raw"), "-p", "0", "-n", "2", "--spec", "draft")

@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pycass import CassFile, Model
+from pycass.errors import IOFailure
 
 GOLDEN = json.loads((Path(__file__).resolve().parent.parent / "golden" / "smollm2.json").read_text())
 PROMPTS = GOLDEN["prompts"]
@@ -115,3 +118,31 @@ def test_chat_ends_by_itself(model):
     more = talk + [{"role": "assistant", "content": text}, {"role": "user", "content": "And of Italy?"}]
     again = model.chat(more, 100)
     assert again.usage.reused_tokens >= c.usage.prompt_tokens and again.finish_reason == "stop"
+
+
+def status_kb(name):
+    """A figure of /proc/self/status, in kB."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_loading_changes_nothing(mmap, smollm2_cass, greedy):
+    """The first tokens are made while the weights still move to huge pages; little is ever there twice."""
+    before = status_kb("VmRSS:")
+    with Model.load(smollm2_cass, n_ctx=1024, mmap=mmap) as m:
+        for p, expected in zip(PROMPTS[:2], greedy):
+            assert m.generate(p["ids"], 64, ignore_eos=True).token_ids == expected
+        assert status_kb("VmRSS:") - before < 1.3 * smollm2_cass.stat().st_size / 1024 + 150 * 1024
+
+
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_locked_weights_stay_locked(mmap, smollm2_cass):
+    before, size = status_kb("VmLck:"), smollm2_cass.stat().st_size // 1024
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if os.geteuid() and soft not in (resource.RLIM_INFINITY,) and soft // 1024 < before + size:
+        with pytest.raises(IOFailure, match="lock"):
+            Model.load(smollm2_cass, mlock=True, mmap=mmap)
+        return
+    with Model.load(smollm2_cass, mlock=True, mmap=mmap) as m:
+        m.generate(PROMPTS[0]["ids"], 16)
+        assert status_kb("VmLck:") - before >= size - 4
