@@ -12,8 +12,8 @@ enum { NEST_SIDE_SLACK = 1024, NEST_MAX_ESCAPES = 1024 };
 /* By cell: draft magnitude times 70; e - G + NEST_BIAS and mantissa bit 6, without what T and q add. */
 extern const uint8_t nest_magnitude[8], nest_exponent[8], nest_bit6[8];
 enum { CELL_TOP = 5, CELL_EIGHTH = 6, CELL_SMALL = 7, NEST_BIAS = 18 };
-/* A record's header: its number of nibbles q, and whether 0 and 15 among them are special. */
-enum { NEST_HEADER = 2, NEST_COUNT = 0x7ff, NEST_HAS_ESCAPE = 0x4000, NEST_HAS_ZERO = 0x8000, NEST_SPECIAL = 0xc000 };
+/* A record's header: its number of nibbles q, and whether 15 among them stands for an escape byte. */
+enum { NEST_HEADER = 2, NEST_COUNT = 0x7ff, NEST_HAS_ESCAPE = 0x4000 };
 
 /* One weight matrix [rows, cols], borrowed from the file. */
 typedef struct Matrix {
@@ -33,7 +33,21 @@ static inline uint32_t tile_word(uint32_t r, uint32_t c) { return r / 2 % 2 * 32
 
 /* Decodes tile t (row block t / n_group) to exact bits. Never fails: see NEST_SIDE_SLACK. */
 void nest_decode_tile(const Matrix *w, size_t t, TileWords out);
-/* The same for raw; rows and columns past the matrix are zero. */
+/* Target products take most tiles in *relative* form: a weight is w / 2^(G - NEST_BIAS), so its word is what the planes give
+ * without adding the group's exponent, and those whose exponent is zero are denormal, that is zero, by themselves. A tile
+ * with escapes, whose weights would not fit, or with very large ones, is taken as it is. */
+enum { NEST_RELATIVE_MOST = 140 }; /* the largest G: 2^(G - NEST_BIAS) has to be a float */
+static inline bool nest_is_relative(const Matrix *w, size_t t) {
+  const uint8_t *record = w->side + load_u32(w->side + 4 * t);
+  bool fits = !(record[1] & NEST_HAS_ESCAPE >> 8);
+  for (int r = 0; r < NEST_ROWS; r++)
+    fits &= w->x[16 * t + (size_t)r] <= NEST_RELATIVE_MOST;
+  return fits;
+}
+/* Such a tile in relative form. */
+void nest_decode_relative(const Matrix *w, size_t t, TileWords out);
+
+/* Decodes a tile of a raw matrix; rows and columns past the matrix are zero. */
 void raw_decode_tile(const Matrix *w, size_t t, TileWords out);
 /* Checks a side part's offsets. */
 pycass_status nest_check_side(const uint8_t *side, size_t size, size_t n_tiles);

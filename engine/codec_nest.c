@@ -68,8 +68,6 @@ static void put_weight(Record *s, uint16_t w, uint32_t cell, uint32_t group) {
   if (cell != CELL_SMALL)
     return;
   uint32_t q = e == 0 ? Q_ZERO : group - e - 4 > MAX_S ? Q_ESCAPE : e + NEST_BIAS - group;
-  if (q == Q_ZERO)
-    s->flags |= NEST_HAS_ZERO;
   if (q == Q_ESCAPE)
     s->flags |= NEST_HAS_ESCAPE, s->escape[s->n_escape++] = (uint8_t)e;
   s->q[s->n_q++] = (uint8_t)q;
@@ -183,7 +181,7 @@ pycass_status nest_check_side(const uint8_t *side, size_t size, size_t n_tiles) 
 static uint16_t decode_weight(uint32_t nibble, uint32_t low6, uint32_t group, uint32_t t, uint32_t q, uint32_t flags,
                               const uint8_t **escape) {
   uint32_t cell = nibble & 7u, sign = (nibble >> 3 & 1u) << 15;
-  bool zero = cell == CELL_SMALL && q == Q_ZERO && flags & NEST_SPECIAL;
+  bool zero = cell == CELL_SMALL && q == Q_ZERO;
   bool escaped = cell == CELL_SMALL && q == Q_ESCAPE && flags & NEST_HAS_ESCAPE;
   if (zero || escaped)
     return (uint16_t)(sign | (escaped ? (uint32_t)*--*escape : 0u) << 7 | t << 6 | low6);
@@ -191,8 +189,9 @@ static uint16_t decode_weight(uint32_t nibble, uint32_t low6, uint32_t group, ui
   return (uint16_t)(sign + (e << 7) + (nest_bit6[cell] + t) * 64u + low6);
 }
 
-void nest_decode_tile(const Matrix *m, size_t t, TileWords out) {
-  const uint8_t *a = m->a + 512 * t, *x = m->x + 16 * t, *b = m->b + 768 * t;
+/* group [16]: G of the rows. */
+static void decode_tile(const Matrix *m, size_t t, const uint8_t *group, TileWords out) {
+  const uint8_t *a = m->a + 512 * t, *b = m->b + 768 * t;
   const uint8_t *record = m->side + load_u32(m->side + 4 * t), *escape = m->side + load_u32(m->side + 4 * t + 4);
   uint32_t header = record[0] | (uint32_t)record[1] << 8, count = header & NEST_COUNT;
   count = count < NEST_TILE ? count : NEST_TILE;
@@ -206,9 +205,17 @@ void nest_decode_tile(const Matrix *m, size_t t, TileWords out) {
       if (cell == CELL_SMALL)
         q = n_q < count ? nibbles[n_q / 2] >> 4 * (n_q % 2) & 15u : 0, n_q++; /* count is less only if damaged */
       out[hl][tile_word(row_of(n), n % 4)] =
-          decode_weight(nibble, get_low6(b + 192 * (hl / 4) + n, hl % 4), x[row_of(n)], bit, q, header,
+          decode_weight(nibble, get_low6(b + 192 * (hl / 4) + n, hl % 4), group[row_of(n)], bit, q, header,
                         &escape);
     }
+}
+
+void nest_decode_tile(const Matrix *m, size_t t, TileWords out) { decode_tile(m, t, m->x + 16 * t, out); }
+
+void nest_decode_relative(const Matrix *m, size_t t, TileWords out) {
+  uint8_t group[NEST_ROWS];
+  memset(group, NEST_BIAS, sizeof group);
+  decode_tile(m, t, group, out);
 }
 
 void raw_decode_tile(const Matrix *m, size_t t, TileWords out) {

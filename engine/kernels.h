@@ -40,8 +40,9 @@ static inline void restore_denormals(uint64_t before) {
 #endif
 }
 
-/* Activations for the target: BF16, in panels of 16 tokens, [ceil(m / 16)][n_group][half line][16][4]. The four are the
+/* Activations for the target: BF16 times 2^48, in panels of 16 tokens, [ceil(m / 16)][n_group][half line][16][4]. The four are the
  * columns of the half line, as in TileWords. */
+#define PANEL_SCALE 0x1p48f /* so that products with relative weights do not become denormal */
 enum { PANEL_TOKENS = 16, PANEL_WORDS = PANEL_TOKENS * NEST_COLS };
 static inline size_t panel_at(size_t token, size_t n_group, size_t group) {
   return (token / PANEL_TOKENS * n_group + group) * PANEL_WORDS + token % PANEL_TOKENS * 4;
@@ -75,13 +76,14 @@ typedef struct Kernels {
   /* Tile t of a nest matrix to exact bits, as nest_decode_tile. */
   void (*nest_decode_tile)(const Matrix *w, size_t t, TileWords out);
 
-  /* Groups [0, n_group) of a token's activations x to BF16, to nearest even; NaN stays NaN. panels points at the token's
-   * place in the first of them. */
+  /* Groups [0, n_group) of a token's activations x, times PANEL_SCALE, to BF16, to nearest even; NaN stays NaN. panels points
+   * at the token's place in the first of them. */
   void (*round)(uint16_t *panels, const float *x, uint32_t n_group);
   /* y[i][r] = sum over k of W[r][k] x[i][k] for i < m and the row blocks [block0, block1): target arithmetic, BF16 times
    * BF16 into float. Panels are zero from cols on; y [m][ldy], ldy >= 16 n_block.
-   * Order: two accumulators a row and token, each from zero, with fused multiply-adds. Half lines in turn, s0 takes of
-   * each the columns +2, +0, s1 the columns +6, +4; y = s0 + s1. */
+   * Order: for each group, two accumulators a row and token from zero, with fused multiply-adds: half lines in turn, a0 takes
+   * of each the columns +2, +0, a1 the columns +6, +4. Then s0 = fma(a0, u, s0) and s1 = fma(a1, u, s1), with u =
+   * 2^(G - NEST_BIAS) for tiles in relative form (codec.h), else 1. y = (s0 + s1) / PANEL_SCALE. */
   void (*matmul)(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
                  uint32_t block1);
 

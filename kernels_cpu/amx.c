@@ -97,8 +97,9 @@ static void pass_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
     _tile_stored(2, sums[2 * AMX_TOKENS], ROW_BYTES);
   if (p->m > 3 * AMX_TOKENS)
     _tile_stored(3, sums[3 * AMX_TOKENS], ROW_BYTES);
+  const __m512 scale = _mm512_set1_ps(p->g1 == w->n_group ? 1 / PANEL_SCALE : 1);
   for (uint32_t i = 0; i < p->m; i++)
-    _mm512_storeu_ps(y + i * ldy, _mm512_loadu_ps(sums[i]));
+    _mm512_storeu_ps(y + i * ldy, _mm512_mul_ps(_mm512_loadu_ps(sums[i]), scale));
 }
 
 /* Up to 64 tokens. All row blocks take the first groups, then all the next ones, so that the activations' tiles stay in

@@ -82,7 +82,7 @@ static void simd_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, 
 
 /* q of each weight of CELL_SMALL in turn: its bit 0 as bit 7, its bits 3..1 as bits 2..0. */
 typedef uint8_t Exponents[NEST_TILE + 64];
-enum { CODE_ZERO = 0x40, CODE_ESCAPE = 0x87 }; /* where the header says so */
+enum { CODE_ZERO = 0x40, CODE_ESCAPE = 0x87 }; /* the latter where the header says so */
 
 /* A tile while it is decoded. */
 typedef struct TileDecoder {
@@ -111,7 +111,7 @@ ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, Exponents exponents, const 
   uint32_t count = d->header & NEST_COUNT;
   count = count < NEST_TILE ? count : NEST_TILE;
   __m256i code = table16(_mm_setr_epi8(0, -128, 1, -127, 2, -126, 3, -125, 4, -124, 5, -123, 6, -122, 7, -121));
-  code = _mm256_or_si256(code, table16(_mm_cvtsi32_si128(d->header & NEST_SPECIAL ? CODE_ZERO : 0)));
+  code = _mm256_or_si256(code, table16(_mm_cvtsi32_si128(CODE_ZERO)));
   for (uint32_t i = 0; i < count; i += 64) /* 64 at a time, so that the number of turns is easily foretold */
     for (uint32_t k = i; k < i + 64; k += 32) {
       __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(nibbles + k / 2)));
@@ -215,7 +215,7 @@ ALWAYS_INLINE __m256i low6_of(const uint8_t *b, const uint32_t hl) {
   return _mm256_srli_epi16(_mm256_or_si256(v, _mm256_and_si256(load(b), top)), 2);
 }
 
-/* Half line hl = 0..3 of lines 2 pair and 2 pair + 1. none: NULL if the tile has no zeros or escapes. out: rows 0, 1, 4,
+/* Half line hl = 0..3 of lines 2 pair and 2 pair + 1. none: NULL for the relative form. out: rows 0, 1, 4,
  * 5, then 8, 9, 12, 13, then 2, 3, 6, 7, then the others. */
 ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Cancel *none, uint32_t pair, const uint32_t hl, __m256i out[4]) {
   /* by nibble: FLAGS_*, then the bytes of the word for G = NEST_BIAS and mantissa bits 5..0 = 0, as nest_exponent and
@@ -250,8 +250,11 @@ ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Cancel *none, uint32_t
     low[0] = l[0], low[1] = l[1], high[0] = h[0], high[1] = h[1];
   }
   for (int i = 0; i < 2; i++) {
-    out[i] = _mm256_add_epi16(_mm256_unpacklo_epi8(low[i], high[i]), d->group[i]);
-    out[2 + i] = _mm256_add_epi16(_mm256_unpackhi_epi8(low[i], high[i]), d->group[2 + i]);
+    out[i] = _mm256_unpacklo_epi8(low[i], high[i]), out[2 + i] = _mm256_unpackhi_epi8(low[i], high[i]);
+    if (none) {
+      out[i] = _mm256_add_epi16(out[i], d->group[i]);
+      out[2 + i] = _mm256_add_epi16(out[2 + i], d->group[2 + i]);
+    }
   }
 }
 
@@ -275,14 +278,44 @@ static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size
   Exponents exponents;
   TileDecoder d;
   tile_decoder_init(&d, exponents, w, t);
-  if (d.header > NEST_COUNT) {
-    Cancel none = cancel(d.x);
-    store_tile(&d, &none, out);
-  } else {
-    store_tile(&d, NULL, out);
-  }
+  Cancel none = cancel(d.x);
+  store_tile(&d, &none, out);
   if (UNLIKELY(!tile_decoder_fits(&d)))
     nest_decode_tile(w, t, out);
+}
+
+/* 2^(G - NEST_BIAS) by dword of the four vectors of a half line. */
+typedef float Sums[2 * NEST_ROWS];
+ALWAYS_INLINE void units(Sums unit, const TileDecoder *d) {
+  for (int i = 0; i < 4; i++) {
+    __m256i exponent = _mm256_and_si256(d->group[i], _mm256_set1_epi32((int)0xffff0000u));
+    store(unit + 8 * i, _mm256_add_epi32(exponent, _mm256_set1_epi32(127 << 23)));
+  }
+}
+ALWAYS_INLINE void no_units(Sums unit) {
+  for (int i = 0; i < 32; i++)
+    unit[i] = 1;
+}
+
+/* A tile as products take it, and what its sums are multiplied by. */
+typedef struct Tile {
+  TileWords words;
+  Sums unit;
+} Tile;
+
+static __attribute__((noinline)) void nest_product_tile(const Matrix *w, size_t t, Tile *out) {
+  if (UNLIKELY(!nest_is_relative(w, t))) {
+    no_units(out->unit);
+    set_nest_decode_tile(w, t, out->words);
+    return;
+  }
+  Exponents exponents;
+  TileDecoder d;
+  tile_decoder_init(&d, exponents, w, t);
+  units(out->unit, &d);
+  store_tile(&d, NULL, out->words);
+  if (UNLIKELY(!tile_decoder_fits(&d)))
+    nest_decode_relative(w, t, out->words);
 }
 
 /* ---- raw ------------------------------------------------------------------------------------------- */
@@ -325,11 +358,13 @@ static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_
   raw_words(padded[0], NEST_COLS, out);
 }
 
-static void set_decode_tile(const Matrix *w, size_t t, TileWords out) {
-  if (w->codec == PYCASS_CODEC_NEST)
-    set_nest_decode_tile(w, t, out);
-  else
-    set_raw_decode_tile(w, t, out);
+static void product_tile(const Matrix *w, size_t t, Tile *out) {
+  if (w->codec == PYCASS_CODEC_NEST) {
+    nest_product_tile(w, t, out);
+    return;
+  }
+  no_units(out->unit);
+  set_raw_decode_tile(w, t, out->words);
 }
 
 /* ---- target product --------------------------------------------------------------------------------- */
@@ -356,22 +391,18 @@ ALWAYS_INLINE void multiply_half_line(__m256 *s, const __m256i w[4], const uint1
     }
 }
 
-/* Sums of a token, to and from memory. No loops: GCC would make them copies of memory and keep s there. */
-typedef float Sums[2 * NEST_ROWS];
-ALWAYS_INLINE void load_sums(__m256 s[4], const Sums sums) {
-  s[0] = _mm256_loadu_ps(sums), s[1] = _mm256_loadu_ps(sums + 8);
-  s[2] = _mm256_loadu_ps(sums + 16), s[3] = _mm256_loadu_ps(sums + 24);
-}
-ALWAYS_INLINE void store_sums(Sums sums, const __m256 s[4]) {
-  _mm256_storeu_ps(sums, s[0]), _mm256_storeu_ps(sums + 8, s[1]);
-  _mm256_storeu_ps(sums + 16, s[2]), _mm256_storeu_ps(sums + 24, s[3]);
+/* sums += s * unit */
+ALWAYS_INLINE void add_sums(Sums sums, const __m256 s[4], const Sums unit) {
+  for (int i = 0; i < 4; i++)
+    _mm256_storeu_ps(sums + 8 * i, _mm256_fmadd_ps(s[i], _mm256_loadu_ps(unit + 8 * i), _mm256_loadu_ps(sums + 8 * i)));
 }
 
-/* s0 + s1 of the 16 rows */
+/* s0 + s1 of the 16 rows, without the panels' scale */
 ALWAYS_INLINE void finish_sums(float *y, const Sums sums) {
   for (int i = 0; i < 16; i += 8) {
     __m256 a = _mm256_loadu_ps(sums + i), b = _mm256_loadu_ps(sums + 16 + i);
-    _mm256_storeu_ps(y + i, _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd)));
+    __m256 sum = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+    _mm256_storeu_ps(y + i, _mm256_mul_ps(sum, _mm256_set1_ps(1 / PANEL_SCALE)));
   }
 }
 
@@ -394,46 +425,46 @@ ALWAYS_INLINE void multiply_tile(__m256 s[4], TileDecoder *d, const Cancel *none
 /* A row block of a nest matrix times one token, the weights never leaving registers. False if it is damaged. */
 static bool nest_block(float *y, const Matrix *w, size_t block, const uint16_t *panel) {
   bool fits = true;
-  Sums sums = {0};
-  __m256 s[4];
-  load_sums(s, sums);
+  Sums sums = {0}, unit;
   for (size_t g = 0; g < w->n_group; g++, panel += PANEL_WORDS) {
     Exponents exponents;
     TileDecoder d;
+    __m256 s[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
     tile_decoder_init(&d, exponents, w, block * w->n_group + g);
-    if (d.header > NEST_COUNT) {
+    if (UNLIKELY(!nest_is_relative(w, block * w->n_group + g))) {
       Cancel none = cancel(d.x);
       multiply_tile(s, &d, &none, panel);
+      no_units(unit);
     } else {
       multiply_tile(s, &d, NULL, panel);
+      units(unit, &d);
     }
+    add_sums(sums, s, unit);
     fits &= tile_decoder_fits(&d);
   }
-  store_sums(sums, s);
   finish_sums(y, sums);
   return fits;
 }
 
-/* Decoded tiles of groups in turn times n <= 2 tokens; the sums wait in memory meanwhile. */
-ALWAYS_INLINE void tiles_chunk_n(Sums *sums, TileWords *tile, size_t n_tile, const uint16_t *panel, const int n) {
-  __m256 s[4 * MATMUL_CHUNK];
-  load_sums(s, sums[0]);
-  if (n > 1)
-    load_sums(s + 4, sums[1]);
-  const uint16_t *words = tile[0][0];
-  for (size_t hl = 0; hl < 16 * n_tile; hl++, words += 64, panel += PANEL_TOKENS * 4) {
-    __m256i w[4];
-    for (int k = 0; k < 4; k++)
-      w[k] = load(words + 16 * k);
-    multiply_half_line(s, w, panel, n);
+/* Tiles of groups in turn times n <= 2 tokens; the sums wait in memory meanwhile. */
+ALWAYS_INLINE void tiles_chunk_n(Sums *sums, const Tile *tile, size_t n_tile, const uint16_t *panel, const int n) {
+  for (; n_tile; n_tile--, tile++) {
+    __m256 s[4 * MATMUL_CHUNK];
+    s[0] = s[1] = s[2] = s[3] = s[4] = s[5] = s[6] = s[7] = _mm256_setzero_ps();
+    for (int hl = 0; hl < 16; hl++, panel += PANEL_TOKENS * 4) {
+      __m256i w[4];
+      for (int k = 0; k < 4; k++)
+        w[k] = load(tile->words[hl] + 16 * k);
+      multiply_half_line(s, w, panel, n);
+    }
+    add_sums(sums[0], s, tile->unit);
+    if (n > 1)
+      add_sums(sums[1], s + 4, tile->unit);
   }
-  store_sums(sums[0], s);
-  if (n > 1)
-    store_sums(sums[1], s + 4);
 }
 
 /* Not inlined, like the decoders: together they spill. */
-static __attribute__((noinline)) void tiles_chunk(Sums *sums, TileWords *tile, size_t n_tile, const uint16_t *panel,
+static __attribute__((noinline)) void tiles_chunk(Sums *sums, const Tile *tile, size_t n_tile, const uint16_t *panel,
                                                   size_t n) {
   if (n == 1)
     tiles_chunk_n(sums, tile, n_tile, panel, 1);
@@ -446,10 +477,10 @@ static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, con
   _Alignas(32) Sums sums[MATMUL_TOKENS];
   memset(sums, 0, m * sizeof *sums);
   for (size_t g = 0; g < w->n_group; g += SPAN) {
-    _Alignas(64) TileWords tile[SPAN];
+    _Alignas(64) Tile tile[SPAN];
     size_t n = min_size(SPAN, w->n_group - g);
     for (size_t i = 0; i < n; i++)
-      set_decode_tile(w, block * w->n_group + g + i, tile[i]);
+      product_tile(w, block * w->n_group + g + i, &tile[i]);
     for (uint32_t i = 0; i < m; i += MATMUL_CHUNK)
       tiles_chunk(sums + i, tile, n, panels + panel_at(i, w->n_group, g), min_size(MATMUL_CHUNK, m - i));
   }

@@ -197,8 +197,8 @@ static __attribute__((noinline, cold)) void set_escapes(TileDecoder *d, __mmask6
   low_high[0] = _mm512_mask_mov_epi8(low_high[0], is, low), low_high[1] = _mm512_mask_mov_epi8(low_high[1], is, high);
 }
 
-/* Half line: its nibbles, mantissa bits 5..0 (in the low six bits of a byte), bits 0..2 of its cells. none: NULL if the
- * tile has no zeros or escapes. out: rows 0, 1, 4, 5, 8, 9, 12, 13, then the others. */
+/* Half line: its nibbles, mantissa bits 5..0 (in the low six bits of a byte), bits 0..2 of its cells. none: NULL for the
+ * relative form. out: rows 0, 1, 4, 5, 8, 9, 12, 13, then the others. */
 ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Constants *k, const Cancel *none, __m512i nibble, __m512i low6,
                                     const uint64_t cell[3], __m512i out[2]) {
   uint64_t has_t = cell[2] & (cell[1] | cell[0]), small = cell[2] & cell[1] & cell[0];
@@ -224,8 +224,9 @@ ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Constants *k, const Ca
       low = any[0], high = any[1];
     }
   }
-  out[0] = _mm512_add_epi16(_mm512_unpacklo_epi8(low, high), d->group[0]);
-  out[1] = _mm512_add_epi16(_mm512_unpackhi_epi8(low, high), d->group[1]);
+  out[0] = _mm512_unpacklo_epi8(low, high), out[1] = _mm512_unpackhi_epi8(low, high);
+  if (none)
+    out[0] = _mm512_add_epi16(out[0], d->group[0]), out[1] = _mm512_add_epi16(out[1], d->group[1]);
 }
 
 /* Lines 2 i and 2 i + 1: four half lines. */
@@ -258,14 +259,40 @@ static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size
   const Constants k = constants();
   TileDecoder d;
   tile_decoder_init(&d, w, t, &k);
-  if (d.header & NEST_SPECIAL) {
-    Cancel none = cancel(w, t);
-    store_tile(&d, &k, &none, out);
-  } else {
-    store_tile(&d, &k, NULL, out);
-  }
+  Cancel none = cancel(w, t);
+  store_tile(&d, &k, &none, out);
   if (UNLIKELY(!tile_decoder_fits(&d)))
     nest_decode_tile(w, t, out);
+}
+
+/* As nest_is_relative. */
+ALWAYS_INLINE bool is_relative(const TileDecoder *d, const Matrix *w, size_t t) {
+  __m128i group = _mm_loadu_si128((const __m128i *)(w->x + 16 * t));
+  return !(d->header & NEST_HAS_ESCAPE) && !_mm_cmpgt_epu8_mask(group, _mm_set1_epi8((char)NEST_RELATIVE_MOST));
+}
+
+/* 2^(G - NEST_BIAS) by dword of the two vectors of a half line. */
+ALWAYS_INLINE void units(__m512 unit[2], const TileDecoder *d) {
+  for (int i = 0; i < 2; i++) {
+    __m512i exponent = _mm512_and_si512(d->group[i], _mm512_set1_epi32((int)0xffff0000u));
+    unit[i] = _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(127 << 23)));
+  }
+}
+
+/* A tile as products take it, and what its sums are multiplied by. */
+static __attribute__((noinline)) void nest_product_tile(const Matrix *w, size_t t, TileWords out, __m512 unit[2]) {
+  const Constants k = constants();
+  TileDecoder d;
+  tile_decoder_init(&d, w, t, &k);
+  if (UNLIKELY(!is_relative(&d, w, t))) {
+    unit[0] = unit[1] = _mm512_set1_ps(1);
+    set_nest_decode_tile(w, t, out);
+    return;
+  }
+  units(unit, &d);
+  store_tile(&d, &k, NULL, out);
+  if (UNLIKELY(!tile_decoder_fits(&d)))
+    nest_decode_relative(w, t, out);
 }
 
 /* ---- raw ------------------------------------------------------------------------------------------- */
@@ -311,7 +338,17 @@ static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_
   }
 }
 
-static void set_decode_tile(const Matrix *w, size_t t, TileWords out) {
+static void product_tile(const Matrix *w, size_t t, TileWords out, __m512 unit[2]) {
+  if (w->codec == PYCASS_CODEC_NEST) {
+    nest_product_tile(w, t, out, unit);
+    return;
+  }
+  unit[0] = unit[1] = _mm512_set1_ps(1);
+  set_raw_decode_tile(w, t, out);
+}
+
+/* A tile's bits. */
+static inline void set_decode_tile(const Matrix *w, size_t t, TileWords out) {
   if (w->codec == PYCASS_CODEC_NEST)
     set_nest_decode_tile(w, t, out);
   else
@@ -343,9 +380,10 @@ ALWAYS_INLINE void multiply_half_line(__m512 *s, __m512i w0, __m512i w1, const u
   }
 }
 
-/* s0 + s1 of the 16 rows */
+/* s0 + s1 of the 16 rows, without the panels' scale */
 ALWAYS_INLINE void store_sums(float *y, const __m512 s[2]) {
-  _mm512_storeu_ps(y, _mm512_add_ps(_mm512_shuffle_ps(s[0], s[1], 0x88), _mm512_shuffle_ps(s[0], s[1], 0xdd)));
+  __m512 sum = _mm512_add_ps(_mm512_shuffle_ps(s[0], s[1], 0x88), _mm512_shuffle_ps(s[0], s[1], 0xdd));
+  _mm512_storeu_ps(y, _mm512_mul_ps(sum, _mm512_set1_ps(1 / PANEL_SCALE)));
 }
 
 ALWAYS_INLINE void multiply_tile(__m512 *s, TileDecoder *d, const Constants *k, const Cancel *none,
@@ -364,22 +402,28 @@ ALWAYS_INLINE bool nest_block_n(float *y, size_t ldy, const Matrix *w, size_t bl
                                 const int n) {
   const Constants k = constants();
   bool fits = true;
-  __m512 s[2 * PANEL_TOKENS];
+  __m512 sums[2 * PANEL_TOKENS], a[2 * PANEL_TOKENS], unit[2];
   for (int t = 0; t < 2 * n; t++)
-    s[t] = _mm512_setzero_ps();
+    sums[t] = _mm512_setzero_ps();
   for (size_t g = 0; g < w->n_group; g++, panel += PANEL_WORDS) {
     TileDecoder d;
     tile_decoder_init(&d, w, block * w->n_group + g, &k);
-    if (d.header & NEST_SPECIAL) {
+    for (int t = 0; t < 2 * n; t++)
+      a[t] = _mm512_setzero_ps();
+    if (UNLIKELY(!is_relative(&d, w, block * w->n_group + g))) {
       Cancel none = cancel(w, block * w->n_group + g);
-      multiply_tile(s, &d, &k, &none, panel, n);
+      multiply_tile(a, &d, &k, &none, panel, n);
+      unit[0] = unit[1] = _mm512_set1_ps(1);
     } else {
-      multiply_tile(s, &d, &k, NULL, panel, n);
+      multiply_tile(a, &d, &k, NULL, panel, n);
+      units(unit, &d);
     }
+    for (int t = 0; t < 2 * n; t++)
+      sums[t] = _mm512_fmadd_ps(a[t], unit[t % 2], sums[t]);
     fits &= tile_decoder_fits(&d);
   }
   for (int t = 0; t < n && t < (int)m; t++)
-    store_sums(y + (size_t)t * ldy, s + 2 * t);
+    store_sums(y + (size_t)t * ldy, sums + 2 * t);
   return fits;
 }
 
@@ -404,20 +448,26 @@ static bool nest_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
   }
 }
 
-/* Decoded tiles of groups in turn times n <= 8 tokens; sums [n][2] wait in memory meanwhile. */
-ALWAYS_INLINE void tiles_panel_n(__m512 *sums, TileWords *tile, size_t n_tile, const uint16_t *panel, const int n) {
-  __m512 s[2 * TILE_TOKENS];
-  for (int t = 0; t < 2 * n; t++)
-    s[t] = sums[t];
-  const uint16_t *words = tile[0][0];
-  for (size_t hl = 0; hl < 16 * n_tile; hl++, words += 64, panel += PANEL_TOKENS * 4)
-    multiply_half_line(s, _mm512_loadu_si512(words), _mm512_loadu_si512(words + 32), panel, n);
-  for (int t = 0; t < 2 * n; t++)
-    sums[t] = s[t];
+/* Tiles of groups in turn times n <= 8 tokens; sums [n][2] wait in memory meanwhile. */
+typedef struct Tile {
+  TileWords words;
+  __m512 unit[2];
+} Tile;
+
+ALWAYS_INLINE void tiles_panel_n(__m512 *sums, const Tile *tile, size_t n_tile, const uint16_t *panel, const int n) {
+  __m512 a[2 * TILE_TOKENS];
+  for (; n_tile; n_tile--, tile++) {
+    for (int t = 0; t < 2 * n; t++)
+      a[t] = _mm512_setzero_ps();
+    for (int hl = 0; hl < 16; hl++, panel += PANEL_TOKENS * 4)
+      multiply_half_line(a, _mm512_load_si512(tile->words[hl]), _mm512_load_si512(tile->words[hl] + 32), panel, n);
+    for (int t = 0; t < 2 * n; t++)
+      sums[t] = _mm512_fmadd_ps(a[t], tile->unit[t % 2], sums[t]);
+  }
 }
 
 /* Not inlined, like the decoders: together they spill. */
-static __attribute__((noinline)) void tiles_panel(__m512 *sums, TileWords *tile, size_t n_tile, const uint16_t *panel,
+static __attribute__((noinline)) void tiles_panel(__m512 *sums, const Tile *tile, size_t n_tile, const uint16_t *panel,
                                                   uint32_t n) {
   switch (n) {
   case 1: tiles_panel_n(sums, tile, n_tile, panel, 1); break;
@@ -437,10 +487,10 @@ static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, con
   for (uint32_t i = 0; i < 2 * m; i++)
     sums[i] = _mm512_setzero_ps();
   for (size_t g = 0; g < w->n_group; g += SPAN) {
-    _Alignas(64) TileWords tile[SPAN];
+    _Alignas(64) Tile tile[SPAN];
     size_t n = min_size(SPAN, w->n_group - g);
     for (size_t i = 0; i < n; i++)
-      set_decode_tile(w, block * w->n_group + g + i, tile[i]);
+      product_tile(w, block * w->n_group + g + i, tile[i].words, tile[i].unit);
     for (uint32_t i = 0; i < m; i += TILE_TOKENS)
       tiles_panel(sums + 2 * i, tile, n, panels + panel_at(i, w->n_group, g), m - i < TILE_TOKENS ? m - i : TILE_TOKENS);
   }

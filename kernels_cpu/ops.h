@@ -94,7 +94,7 @@ static void ops_to_bf16(uint16_t *out, const float *x, size_t n) {
 static inline void ops_round(uint16_t *panels, const float *x, uint32_t n_group) {
   for (size_t hl = 0; hl < 16 * (size_t)n_group; hl++)
     for (size_t c = 0; c < 4; c++)
-      panels[hl * PANEL_TOKENS * 4 + c] = bf16_from_f32(x[hl / 2 * 8 + hl % 2 + 2 * c]);
+      panels[hl * PANEL_TOKENS * 4 + c] = bf16_from_f32(x[hl / 2 * 8 + hl % 2 + 2 * c] * PANEL_SCALE);
 }
 
 static inline float ops_dot_bf16(const float *q, const uint16_t *k, uint32_t n) {

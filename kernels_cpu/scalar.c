@@ -2,19 +2,29 @@
 #include "ops.h"
 #include "sets.h"
 
-static void decode_tile(const Matrix *w, size_t t, TileWords out) {
-  if (w->codec == PYCASS_CODEC_NEST)
-    nest_decode_tile(w, t, out);
-  else
+/* A tile as the product takes it, and what its rows' sums are multiplied by. */
+static void decode_tile(const Matrix *w, size_t t, TileWords out, float unit[NEST_ROWS]) {
+  for (int r = 0; r < NEST_ROWS; r++)
+    unit[r] = 1;
+  if (w->codec == PYCASS_CODEC_RAW) {
     raw_decode_tile(w, t, out);
+    return;
+  }
+  if (!nest_is_relative(w, t)) {
+    nest_decode_tile(w, t, out);
+    return;
+  }
+  nest_decode_relative(w, t, out);
+  for (int r = 0; r < NEST_ROWS; r++)
+    unit[r] = f32_from_bits((uint32_t)(w->x[16 * t + (size_t)r] - NEST_BIAS + 127) << 23);
 }
 
-/* s += the product of row r of a tile with a token's activations [16][PANEL_TOKENS][4]. */
-static void multiply_row(float s[2], TileWords tile, uint32_t r, const uint16_t *x) {
+/* a += the product of row r of a tile with a token's activations [16][PANEL_TOKENS][4]. */
+static void multiply_row(float a[2], TileWords tile, uint32_t r, const uint16_t *x) {
   for (uint32_t hl = 0; hl < 16; hl++, x += PANEL_TOKENS * 4)
     for (uint32_t i = 0; i < 2; i++)
       for (uint32_t c = 2 * i + 2; c-- > 2 * i;)
-        s[i] = fmaf(bf16_to_f32(tile[hl][tile_word(r, c)]), bf16_to_f32(x[c]), s[i]);
+        a[i] = fmaf(bf16_to_f32(tile[hl][tile_word(r, c)]), bf16_to_f32(x[c]), a[i]);
 }
 
 static void matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
@@ -26,14 +36,19 @@ static void matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels
       float s[TOKENS][NEST_ROWS][2] = {{{0}}};
       for (uint32_t g = 0; g < w->n_group; g++) {
         TileWords tile;
-        decode_tile(w, (size_t)block * w->n_group + g, tile);
+        float unit[NEST_ROWS];
+        decode_tile(w, (size_t)block * w->n_group + g, tile, unit);
         for (uint32_t i = 0; i < count; i++)
-          for (uint32_t r = 0; r < NEST_ROWS; r++)
-            multiply_row(s[i][r], tile, r, panels + panel_at(i0 + i, w->n_group, g));
+          for (uint32_t r = 0; r < NEST_ROWS; r++) {
+            float a[2] = {0, 0};
+            multiply_row(a, tile, r, panels + panel_at(i0 + i, w->n_group, g));
+            for (int k = 0; k < 2; k++)
+              s[i][r][k] = fmaf(a[k], unit[r], s[i][r][k]);
+          }
       }
       for (uint32_t i = 0; i < count; i++)
         for (uint32_t r = 0; r < NEST_ROWS; r++)
-          y[(i0 + i) * ldy + (size_t)block * NEST_ROWS + r] = s[i][r][0] + s[i][r][1];
+          y[(i0 + i) * ldy + (size_t)block * NEST_ROWS + r] = (s[i][r][0] + s[i][r][1]) * (1 / PANEL_SCALE);
     }
 }
 

@@ -183,7 +183,7 @@ class Nest:
         out = np.zeros((3, 1024), np.int64)
         out[0, has_t], out[1, small] = bits[:n_t], nibbles[:n]
         escaped = small & (out[1] == 15)
-        assert header == n | bool(escaped.any()) << 14 | bool((nibbles[:n] == 0).any()) << 15
+        assert header == n | bool(escaped.any()) << 14
         assert len(escapes) == escaped.sum(), "a record has its escapes, and nothing else"
         out[2, escaped] = escapes[::-1]
         return out
