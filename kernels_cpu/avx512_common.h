@@ -455,15 +455,19 @@ typedef struct Tile {
 } Tile;
 
 ALWAYS_INLINE void tiles_panel_n(__m512 *sums, const Tile *tile, size_t n_tile, const uint16_t *panel, const int n) {
-  __m512 a[2 * TILE_TOKENS];
+  __m512 a[2 * TILE_TOKENS], s[2 * TILE_TOKENS];
+  for (int t = 0; t < 2 * n; t++)
+    s[t] = sums[t];
   for (; n_tile; n_tile--, tile++) {
     for (int t = 0; t < 2 * n; t++)
       a[t] = _mm512_setzero_ps();
     for (int hl = 0; hl < 16; hl++, panel += PANEL_TOKENS * 4)
       multiply_half_line(a, _mm512_load_si512(tile->words[hl]), _mm512_load_si512(tile->words[hl] + 32), panel, n);
     for (int t = 0; t < 2 * n; t++)
-      sums[t] = _mm512_fmadd_ps(a[t], tile->unit[t % 2], sums[t]);
+      s[t] = _mm512_fmadd_ps(a[t], tile->unit[t % 2], s[t]);
   }
+  for (int t = 0; t < 2 * n; t++)
+    sums[t] = s[t];
 }
 
 /* Not inlined, like the decoders: together they spill. */
