@@ -69,6 +69,14 @@ static inline void multiply_pairs(PairTile pairs[2], const ActTile *act, size_t 
   }
 }
 
+/* A tile's bits. */
+static void decode_tile(const Matrix *w, size_t t, TileWords out) {
+  if (w->codec == PYCASS_CODEC_NEST)
+    set_nest_decode_tile(w, t, out);
+  else
+    set_raw_decode_tile(w, t, out);
+}
+
 /* A row block in one pass, on top of y where g0 > 0. Sums go through a buffer, since y has no rows past m. */
 static void pass_block(float *y, size_t ldy, const Matrix *w, size_t block, const Pass *p) {
   _Alignas(64) float sums[AMX_BLOCKS * AMX_TOKENS][NEST_ROWS];
@@ -85,7 +93,7 @@ static void pass_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
   for (size_t g = p->g0; g < p->g1; g++) {
     _Alignas(64) TileWords tile;
     _Alignas(64) PairTile pairs[2][2]; /* in turn, so that they need not wait for the last ones' readers */
-    set_decode_tile(w, block * w->n_group + g, tile);
+    decode_tile(w, block * w->n_group + g, tile);
     pair_tiles(pairs[g % 2], tile);
     memory_is_read();
     multiply_pairs(pairs[g % 2], p->act + (g - p->g0) * 2, p->g1 - p->g0, p->m);

@@ -112,7 +112,7 @@ ALWAYS_INLINE Constants constants(void) {
 }
 
 /* A tile while it is decoded. Masks travel between vectors and general registers through memory and are made for the
- * whole tile first: a kmov to a general register takes two cycles of a port that everything else wants. */
+ * whole tile first: a kmov to a general register takes two cycles of one port on Zen 4. */
 typedef struct TileDecoder {
   const uint8_t *a, *b;
   const uint8_t *bits;   /* T */
@@ -347,14 +347,6 @@ static void product_tile(const Matrix *w, size_t t, TileWords out, __m512 unit[2
   set_raw_decode_tile(w, t, out);
 }
 
-/* A tile's bits. */
-static inline void set_decode_tile(const Matrix *w, size_t t, TileWords out) {
-  if (w->codec == PYCASS_CODEC_NEST)
-    set_nest_decode_tile(w, t, out);
-  else
-    set_raw_decode_tile(w, t, out);
-}
-
 /* ---- target product --------------------------------------------------------------------------------- */
 
 enum { MATMUL_TOKENS = 64, TILE_TOKENS = 8, SPAN = 4 };
@@ -448,12 +440,13 @@ static bool nest_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
   }
 }
 
-/* Tiles of groups in turn times n <= 8 tokens; sums [n][2] wait in memory meanwhile. */
+/* A tile as products take it, and what its sums are multiplied by. */
 typedef struct Tile {
   TileWords words;
   __m512 unit[2];
 } Tile;
 
+/* Tiles of groups in turn times n <= 8 tokens; sums [n][2] wait in memory meanwhile. */
 ALWAYS_INLINE void tiles_panel_n(__m512 *sums, const Tile *tile, size_t n_tile, const uint16_t *panel, const int n) {
   __m512 a[2 * TILE_TOKENS], s[2 * TILE_TOKENS];
   for (int t = 0; t < 2 * n; t++)

@@ -44,11 +44,11 @@ def test_tokens_of_the_prompts(n, model):
 def test_greedy_tokens_are_those_of_transformers(n, model, greedy):
     """Keys, values and what enters a matrix product are BF16 here and float32 there, which moves the distance of two
     logits by 0.03 (its standard deviation, where logits are around 20). That may turn a choice between two tokens whose
-    logits are nearly equal; then the texts part, and the rest cannot be compared. One order of sums turns one choice of
-    0.009 in these 448; amx's own may turn others of that kind."""
+    logits are nearly equal; then the texts part, and the rest cannot be compared. amx adds in an order of its own."""
     expected, gap = PROMPTS[n]["generated"], PROMPTS[n]["gap"]
     parted = next((i for i in range(64) if greedy[n][i] != expected[i]), None)
-    assert parted is None or gap[parted] < (0.1 if model.kernel == "amx" else 0.02)
+    near = gap[parted] if parted is not None else 0
+    assert parted is None or (near < 0.1 if model.kernel == "amx" else n not in EXACT and near < 0.02)
 
 
 def test_drafts_are_mostly_right(model, greedy):
