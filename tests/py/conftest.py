@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tiny
+from checkpoints import convert
 
 from pycass import Model
-from pycass.convert import convert
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
