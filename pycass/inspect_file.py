@@ -41,10 +41,17 @@ def describe(path, tensors=False):
             "chat_template": bool(blob.get("chat_template")),
             "generation": blob.get("generation") or {},
             "provenance": blob.get("provenance") or {},
+            "calibration": _calibration(blob),
         }
         if tensors:
             found["tensors"] = {name: _tensor(t) for name, t in infos.items()}
     return found
+
+
+def _calibration(blob):
+    """The JSON section's calibration and what was made of it, as far as they are what they should be."""
+    about, made = blob.get("calibration"), blob.get("nest")
+    return {**about, **(made if isinstance(made, dict) else {})} if isinstance(about, dict) else {}
 
 
 def _tensor(t):
@@ -80,6 +87,12 @@ def describe_text(d):
     if d["generation"]:
         defaults = ", ".join(f"{k} {v}" for k, v in d["generation"].items())
         lines.append(f"suggested    {defaults} (not applied by itself)")
+    if d["calibration"]:
+        k = d["calibration"]
+        lines.append(
+            f"calibrated   on {k.get('tokens')} tokens of {k.get('text')}; hot columns {k.get('hot', 0)}, "
+            f"draft bias {'yes' if k.get('bias') else 'no'}"
+        )
     lines += [f"note         {text}" for text in d["flags"]]
     if p:
         lines.append(f"source       {p.get('source')} ({p.get('source_format')}, {p.get('source_dtype')})")
