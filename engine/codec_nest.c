@@ -2,7 +2,7 @@
  * other decoder is compared with, so it stays short. */
 #include <stdlib.h>
 
-#include "codec.h"
+#include "codec_cass.h"
 
 const uint8_t nest_magnitude[8] = {22, 31, 43, 61, 85, 119, 13, 4};
 
