@@ -535,16 +535,33 @@ pycass_status pycass_cass_encode(pycass_codec codec, const pycass_cass_params *p
 
 /* ---- decoder: matrices --------------------------------------------------------------------------------------- */
 
-void cass_bits(const Matrix *w, uint16_t *out) {
-  for (uint32_t block = 0; block < w->n_block; block++) {
-    CassReader reader;
-    uint16_t tile[NEST_ROWS][NEST_COLS];
-    cass_reader_init(&reader, w, block);
-    for (size_t k0 = 0; k0 < w->cols; k0 += NEST_COLS) {
+/* Rows [r0, r1) of one row block. out [r1 - r0][cols] */
+static void block_rows(const Matrix *w, uint32_t r0, uint32_t r1, uint16_t *out) {
+  CassReader reader;
+  uint16_t tile[NEST_ROWS][NEST_COLS];
+  cass_reader_init(&reader, w, r0 / NEST_ROWS);
+  for (size_t k0 = 0; k0 < w->cols; k0 += NEST_COLS) {
+    cass_next_rows(&reader, tile);
+    for (uint32_t r = r0; r < r1; r++)
+      memcpy(out + (size_t)(r - r0) * w->cols + k0, tile[r % NEST_ROWS], min_size(NEST_COLS, w->cols - k0) * sizeof *out);
+  }
+}
+
+void cass_bits(const Matrix *w, uint32_t r0, uint32_t r1, uint16_t *out) {
+  for (uint32_t r = r0, end; r < r1; r = end) {
+    end = (uint32_t)min_size((size_t)(r / NEST_ROWS + 1) * NEST_ROWS, r1);
+    block_rows(w, r, end, out + (size_t)(r - r0) * w->cols);
+  }
+}
+
+void cass_row(const Matrix *w, uint32_t row, float *out) {
+  CassReader reader;
+  uint16_t tile[NEST_ROWS][NEST_COLS];
+  cass_reader_init(&reader, w, row / NEST_ROWS);
+  for (size_t k = 0; k < w->cols; k++) {
+    if (k % NEST_COLS == 0)
       cass_next_rows(&reader, tile);
-      for (size_t r = 0, r0 = (size_t)block * NEST_ROWS; r < NEST_ROWS && r0 + r < w->rows; r++)
-        memcpy(out + (r0 + r) * w->cols + k0, tile[r], min_size(NEST_COLS, w->cols - k0) * sizeof *out);
-    }
+    out[k] = bf16_to_f32(tile[row % NEST_ROWS][k % NEST_COLS]);
   }
 }
 
@@ -556,6 +573,6 @@ pycass_status pycass_cass_decode(pycass_codec codec, const uint8_t *spec, size_t
   Matrix m = matrix_shape(codec, (uint32_t)rows, (uint32_t)cols);
   m.spec = spec, m.ver = ver;
   RETURN_IF(cass_check_parts(&m, spec_size, ver_size));
-  cass_bits(&m, out);
+  cass_bits(&m, 0, m.rows, out);
   return PYCASS_OK;
 }

@@ -47,8 +47,16 @@ static inline uint64_t cass_columns(const CassReader *r, uint32_t row) {
 /* BF16 of a sign (bit 15) and 8 magnitude bits relative to the exponent of their group. */
 uint16_t cass_normalise(uint32_t v, uint32_t group);
 
-/* The whole matrix, row-major. out [rows][cols] */
-void cass_bits(const Matrix *w, uint16_t *out);
+/* Rows [r0, r1), row-major. out [r1 - r0][cols] */
+void cass_bits(const Matrix *w, uint32_t r0, uint32_t r1, uint16_t *out);
+/* The same of one row, as float. */
+void cass_row(const Matrix *w, uint32_t row, float *out);
+/* What the draft reads. */
+static inline Matrix cass_draft_view(const Matrix *w) {
+  Matrix view = *w;
+  view.ver = NULL;
+  return view;
+}
 /* Checks the parts of a matrix: everything but the segments' content. ver NULL: it has none. */
 pycass_status cass_check_parts(const Matrix *w, size_t spec_size, size_t ver_size);
 

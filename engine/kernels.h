@@ -84,7 +84,7 @@ typedef struct Kernels {
    * at the token's place in the first of them. */
   void (*round)(uint16_t *panels, const float *x, uint32_t n_group);
   /* y[i][r] = sum over k of W[r][k] x[i][k] for i < m and the row blocks [block0, block1): target arithmetic, BF16 times
-   * BF16 into float. Panels are zero from cols on; y [m][ldy], ldy >= 16 n_block.
+   * BF16 into float; of a cass matrix without verification data, the draft's. Panels are zero from cols on; y [m][ldy], ldy >= 16 n_block.
    * Order: hot columns first, as one group with u = 1. For each group, two accumulators a row and token from zero, with fused multiply-adds: half lines in turn, a0 takes
    * of each the columns +2, +0, a1 the columns +6, +4. Then s0 = fma(a0, u, s0) and s1 = fma(a1, u, s1), with u =
    * 2^(G - NEST_BIAS) for tiles in relative form (codec.h), else 1. y = (s0 + s1) / PANEL_SCALE. */
