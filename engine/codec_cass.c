@@ -40,22 +40,13 @@ void cass_fill(CassStream *s) {
   }
 }
 
-/* The next bits, without taking them: at least 57. */
-static inline uint64_t peek(const CassQueue *q) { return load_u64(q->bits + q->at / 8) >> q->at % 8; }
-
-static inline uint32_t take(CassQueue *q, uint32_t n) {
-  uint32_t v = (uint32_t)(peek(q) & (((uint64_t)1 << n) - 1));
-  q->at += n;
-  return v;
-}
-
 /* ---- decoder: rows ------------------------------------------------------------------------------------ */
 
 /* Exponents of the weights in mask, by rank. Returns those that are escapes. */
 static uint64_t take_exponents(CassStream *s, uint64_t mask, uint16_t out[NEST_COLS]) {
   uint64_t escaped = 0;
   FOR_EACH_BIT(k, mask) {
-    uint32_t rank = lowest(peek(&s->queue[CASS_EXPONENT]) | 1u << ESCAPE);
+    uint32_t rank = lowest(cass_peek(&s->queue[CASS_EXPONENT]) | 1u << ESCAPE);
     s->queue[CASS_EXPONENT].at += rank + 1;
     if (rank == ESCAPE)
       escaped |= (uint64_t)1 << k;
@@ -67,14 +58,14 @@ static uint64_t take_exponents(CassStream *s, uint64_t mask, uint16_t out[NEST_C
 
 static void take_fields(CassStream *s, uint64_t mask, Field f, uint16_t out[NEST_COLS]) {
   FOR_EACH_BIT(k, mask) {
-    uint32_t v = take(&s->queue[CASS_MANTISSA], f.n + 1), magnitude = v & ((1u << f.n) - 1);
+    uint32_t v = cass_take(&s->queue[CASS_MANTISSA], f.n + 1), magnitude = v & ((1u << f.n) - 1);
     out[k] |= (uint16_t)(v >> f.n << 15 | magnitude << f.low);
   }
 }
 
 static void take_escapes(CassStream *s, uint64_t mask, uint16_t out[NEST_COLS]) {
   FOR_EACH_BIT(k, mask)
-    out[k] |= (uint16_t)(take(&s->queue[CASS_MANTISSA], 8) << 7);
+    out[k] |= (uint16_t)(cass_take(&s->queue[CASS_MANTISSA], 8) << 7);
 }
 
 /* What a draft reads where the dropped bits were. */
@@ -90,7 +81,7 @@ static void take_verification(CassReader *r, uint64_t kept, uint64_t pruned, uin
   cass_fill(&r->v);
   uint64_t escaped = r->mx || r->raw ? 0 : take_exponents(&r->v, pruned, out);
   FOR_EACH_BIT(k, kept)
-    out[k] |= (uint16_t)take(&r->v.queue[CASS_MANTISSA], 7 - r->mantissa_bits);
+    out[k] |= (uint16_t)cass_take(&r->v.queue[CASS_MANTISSA], 7 - r->mantissa_bits);
   take_fields(&r->v, pruned, pruned_field(r->mx, r->raw), out);
   take_escapes(&r->v, escaped, out);
 }
@@ -109,11 +100,11 @@ static void decode_row(CassReader *r, uint64_t columns, uint16_t out[NEST_COLS])
   CassStream *s = &r->s;
   memset(out, 0, NEST_COLS * sizeof *out);
   cass_fill(s);
-  uint64_t kept = peek(&s->queue[CASS_BITMAP]) & columns, escaped = 0;
+  uint64_t kept = cass_peek(&s->queue[CASS_BITMAP]) & columns, escaped = 0;
   uint32_t group[2] = {0, 0};
   s->queue[CASS_BITMAP].at += 64;
   if (r->mx)
-    group[0] = take(&s->queue[CASS_EXPONENT], 8), group[1] = take(&s->queue[CASS_EXPONENT], 8);
+    group[0] = cass_take(&s->queue[CASS_EXPONENT], 8), group[1] = cass_take(&s->queue[CASS_EXPONENT], 8);
   else
     escaped = take_exponents(s, kept, out);
   take_fields(s, kept, kept_field(r->mx, r->mantissa_bits), out);
@@ -149,7 +140,7 @@ void cass_reader_init(CassReader *r, const Matrix *w, uint32_t block) {
 void cass_next_rows(CassReader *r, uint16_t out[NEST_ROWS][NEST_COLS]) {
   for (uint32_t i = 0; i < NEST_ROWS; i++)
     decode_row(r, cass_columns(r, i), out[i]);
-  r->cols -= r->cols < NEST_COLS ? r->cols : NEST_COLS;
+  cass_skip_tile(r);
 }
 
 void cass_next_tile(CassReader *r, TileWords out) {

@@ -38,8 +38,23 @@ void cass_reader_init(CassReader *r, const Matrix *w, uint32_t block);
 void cass_next_rows(CassReader *r, uint16_t out[NEST_ROWS][NEST_COLS]);
 void cass_next_tile(CassReader *r, TileWords out);
 
-/* One superblock: what the queues must have before a row of a tile is decoded. */
+/* For other decoders. One superblock: what the queues must have before a row of a tile is decoded; cass_due: whether it is
+ * more than nothing. */
 void cass_fill(CassStream *s);
+static inline bool cass_due(const CassStream *s) {
+  bool due = false;
+  for (int k = 0; k < CASS_KINDS; k++)
+    due |= s->queue[k].end - s->queue[k].at <= 8 * CASS_BLOCK;
+  return due;
+}
+/* The next bits, without taking them: at least 57. */
+static inline uint64_t cass_peek(const CassQueue *q) { return load_u64(q->bits + q->at / 8) >> q->at % 8; }
+static inline uint32_t cass_take(CassQueue *q, uint32_t n) {
+  uint32_t v = (uint32_t)(cass_peek(q) & (((uint64_t)1 << n) - 1));
+  q->at += n;
+  return v;
+}
+static inline void cass_skip_tile(CassReader *r) { r->cols -= r->cols < NEST_COLS ? r->cols : NEST_COLS; }
 /* The columns of the next tile's row r that the matrix has. */
 static inline uint64_t cass_columns(const CassReader *r, uint32_t row) {
   return row >= r->rows ? 0 : r->cols >= NEST_COLS ? ~(uint64_t)0 : ((uint64_t)1 << r->cols) - 1;

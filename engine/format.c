@@ -1,7 +1,8 @@
 #include <stdlib.h>
 
-#include "codec_cass.h"
 #include "format.h"
+
+#include "codec_cass.h"
 
 static const uint8_t magic[8] = {0x89, 'C', 'A', 'S', 'S', '\r', '\n', 0x1a};
 enum { HEADER_SIZE = 4096, VERSION = 2, ENTRY_SIZE = 32, MAX_DIM = 1 << 28 };

@@ -4,8 +4,6 @@
  * columns. */
 #include "forward.h"
 
-#include "codec_cass.h"
-
 #include <math.h>
 
 /* ---- working memory ----------------------------------------------------------------------------- */

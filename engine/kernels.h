@@ -8,7 +8,7 @@
 #ifndef CASS_KERNELS_H
 #define CASS_KERNELS_H
 
-#include "codec.h"
+#include "codec_cass.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -79,6 +79,8 @@ typedef struct Kernels {
   const char *name;
   /* Tile t of a nest matrix to exact bits, as nest_decode_tile. */
   void (*nest_decode_tile)(const Matrix *w, size_t t, TileWords out);
+  /* The next tile of a row block of a cass matrix, as cass_next_tile. */
+  void (*cass_next_tile)(CassReader *r, TileWords out);
 
   /* Groups [0, n_group) of a token's activations x, times PANEL_SCALE, to BF16, to nearest even; NaN stays NaN. panels points
    * at the token's place in the first of them. */

@@ -1,7 +1,6 @@
 /* AVX2, FMA, BMI2. Same bits as kernels_cpu/scalar.c. */
 #include <immintrin.h>
 
-#include "codec_cass.h"
 #include "sets.h"
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
@@ -643,6 +642,7 @@ static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *
 
 const Kernels kernels_avx2 = {.name = "avx2",
                               .nest_decode_tile = set_nest_decode_tile,
+                              .cass_next_tile = cass_next_tile,
                               .matmul = set_matmul,
                               .matmul_draft = set_matmul_draft,
                               SIMD_OPS_TABLE};

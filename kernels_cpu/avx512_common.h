@@ -338,6 +338,8 @@ static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_
   }
 }
 
+#include "avx512_cass.h"
+
 /* reader: at tile t, of a cass matrix. */
 static void product_tile(const Matrix *w, size_t t, CassReader *reader, TileWords out, __m512 unit[2]) {
   if (w->codec == PYCASS_CODEC_NEST) {
@@ -346,7 +348,7 @@ static void product_tile(const Matrix *w, size_t t, CassReader *reader, TileWord
   }
   unit[0] = unit[1] = _mm512_set1_ps(1);
   if (matrix_is_cass(w))
-    cass_next_tile(reader, out);
+    set_cass_next_tile(reader, out);
   else
     set_raw_decode_tile(w, t, out);
 }

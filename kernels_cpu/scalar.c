@@ -1,5 +1,4 @@
 /* The specification of a kernel set, in plain C. */
-#include "codec_cass.h"
 #include "ops.h"
 #include "sets.h"
 
@@ -103,4 +102,5 @@ static void matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *acts
 }
 
 const Kernels kernels_scalar = {
-    .name = "scalar", .nest_decode_tile = nest_decode_tile, .matmul = matmul, .matmul_draft = matmul_draft, OPS_TABLE};
+    .name = "scalar", .nest_decode_tile = nest_decode_tile, .cass_next_tile = cass_next_tile, .matmul = matmul,
+    .matmul_draft = matmul_draft, OPS_TABLE};
