@@ -76,7 +76,7 @@ typedef struct pycass_config {
 } pycass_config;
 
 #define PYCASS_FLAG_TIED_EMBEDDING 1u /* the output matrix is the embedding */
-#define PYCASS_FLAG_ROUNDED 2u        /* some source values were rounded to BF16 on conversion */
+#define PYCASS_FLAG_ROUNDED 2u        /* some source values were rounded on conversion, to BF16 or by cass2 */
 #define PYCASS_FLAG_QUANTIZED 4u      /* the source was a quantised file; its values rounded are the target */
 
 typedef enum pycass_codec {

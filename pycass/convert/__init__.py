@@ -18,12 +18,12 @@ from . import arch, writer
 from . import calibration as calibrate_
 from .cass import open_cass
 from .cass_parts import CODECS as CASS
-from .cass_parts import CassOptions
+from .cass_parts import CassOptions, round_cass2
 from .gguf import open_gguf
 from .hf import open_hf
 from .source import require_regular
 
-__all__ = ["Report", "convert", "open_source", "verify_against"]
+__all__ = ["Report", "Rounding", "convert", "open_source", "verify_against"]
 
 CODECS = ("nest", "raw", *CASS)
 
@@ -332,8 +332,46 @@ def _closing_notes(source, changed, codec):
 # ---- verification ----------------------------------------------------------------------------------------------
 
 
-def verify_against(cass_path, src):
-    """Differences between a .cass file and a source, as sentences; an empty list when every bit is the same.
+@dataclass
+class Rounding:
+    """What cass2 changed, summed over tensors. Relative errors are those of values that are not zero."""
+
+    values: int = 0
+    changed: int = 0
+    largest: float = 0.0
+    total: float = 0.0  # of absolute errors
+    largest_relative: float = 0.0
+    total_relative: float = 0.0
+    nonzero: int = 0
+    square_error: float = 0.0
+    square: float = 0.0
+
+    def add(self, source, stored):
+        """BF16 bits of the source, and what is left of them."""
+        a, b = ((x.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for x in (source, stored))
+        error, size = np.abs(a - b), np.abs(a)
+        relative = error[size > 0] / size[size > 0]
+        self.values += a.size
+        self.changed += int((source != stored).sum())
+        self.largest, self.total = max(self.largest, float(error.max())), self.total + float(error.sum())
+        self.largest_relative = max(self.largest_relative, float(relative.max(initial=0)))
+        self.total_relative, self.nonzero = self.total_relative + float(relative.sum()), self.nonzero + relative.size
+        self.square_error += float((error**2).sum())
+        self.square += float((size**2).sum())
+
+    def sentence(self):
+        """For people."""
+        norm = (self.square_error / self.square) ** 0.5 if self.square else 0.0
+        return (
+            f"near-lossless: {self.changed} of {self.values} values differ from the source; absolute error at most "
+            f"{self.largest:.3g}, {self.total / self.values:.3g} on average; relative at most {self.largest_relative:.3g}, "
+            f"{self.total_relative / max(self.nonzero, 1):.3g} on average, {norm:.3g} of the norm"
+        )
+
+
+def verify_against(cass_path, src, rounding=None):
+    """Differences between a .cass file and a source, as sentences; an empty list when every bit is the same. Tensors of cass2
+    must be the source's as cass2 rounds it; what that changed is added to `rounding`, a Rounding.
 
     Reads the source as convert() does and compares tensors, BF16 bits and hyperparameters. Raises ConversionError
     for a source that cannot be read, and the errors of CassFile for the file.
@@ -346,7 +384,7 @@ def verify_against(cass_path, src):
         differences += [f"{name}: only in the .cass file" for name in cass.tensors if name not in source.tensors]
         for name, ref in source.tensors.items():
             if name in cass.tensors:
-                differences += _tensor_differences(name, ref, cass)
+                differences += _tensor_differences(name, ref, cass, rounding or Rounding())
     return differences
 
 
@@ -365,13 +403,18 @@ def _config_differences(stored, cfg):
     return out
 
 
-def _tensor_differences(name, ref, cass):
+def _tensor_differences(name, ref, cass, rounding):
     stored = cass.bf16(name)
     if tuple(stored.shape) != ref.shape:
         return [f"{name}: shape {list(stored.shape)} in the .cass file, {list(ref.shape)} in the source"]
     stored, wrong, first = stored.reshape(ref.rows, ref.cols), 0, None
     for r0, r1 in ref.chunks():
-        unequal = ref.read(r0, r1)[0] != stored[r0:r1]
+        wanted = ref.read(r0, r1)[0]
+        if cass.tensors[name].codec == "cass2":
+            source, wanted = wanted, np.ascontiguousarray(wanted).copy()
+            round_cass2(wanted)
+            rounding.add(source, stored[r0:r1])
+        unequal = wanted != stored[r0:r1]
         if unequal.any():
             first = first or tuple(int(i) for i in np.argwhere(unequal)[0] + (r0, 0))
             wrong += int(unequal.sum())
