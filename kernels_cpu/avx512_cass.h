@@ -6,20 +6,31 @@
 /* Where fields of `width` bits begin, as seen from any bit of a byte: four of them from a qword of gathered bytes. */
 typedef struct FieldBits {
   uint32_t width;        /* at most 9, or 16 */
+  bool sign;             /* whether the highest bit is one */
   __m512i index, shift;
+  __m512i magnitude;     /* the other bits, by word */
+  __m128i up, low;       /* by how much sign and magnitude are shifted to their places */
 } FieldBits;
 
-ALWAYS_INLINE FieldBits field_bits(uint32_t width) {
+/* Fields of n bits, and a sign or not; their lowest bit becomes bit `low` of a word. */
+ALWAYS_INLINE FieldBits field_bits(uint32_t n, bool sign, uint32_t low) {
+  uint32_t width = n + sign;
   const __m512i first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8));
   const __m512i bytes = _mm512_set1_epi64(0x0706050403020100), fields = _mm512_set1_epi64(0x0800080008000800);
   __m512i bit = _mm512_mullo_epi16(_mm512_setr_epi64(0, 4, 8, 12, 16, 20, 24, 28), _mm512_set1_epi64(width));
   __m512i byte = _mm512_shuffle_epi8(_mm512_srli_epi16(bit, 3), first);
   __m512i shift = _mm512_shuffle_epi8(_mm512_and_si512(bit, _mm512_set1_epi64(7)), first);
   __m512i within = _mm512_set1_epi64((long long)(width * 0x0303020201010000u));
-  return (FieldBits){width, _mm512_add_epi8(byte, bytes), _mm512_add_epi8(shift, _mm512_add_epi8(within, fields))};
+  return (FieldBits){width,
+                     sign,
+                     _mm512_add_epi8(byte, bytes),
+                     _mm512_add_epi8(shift, _mm512_add_epi8(within, fields)),
+                     _mm512_set1_epi16((short)((1u << n) - 1)),
+                     _mm_cvtsi32_si128((int)(15 - n)),
+                     _mm_cvtsi32_si128((int)low)};
 }
 
-/* The 32 fields from bit `at` on, as words. */
+/* The 32 fields from bit `at` on, as words; above their bits there is anything. */
 ALWAYS_INLINE __m512i load_fields(const CassQueue *q, uint32_t at, const FieldBits *f) {
   const uint8_t *p = q->bits + at / 8;
   __m512i v = _mm512_loadu_si512(p);
@@ -28,24 +39,20 @@ ALWAYS_INLINE __m512i load_fields(const CassQueue *q, uint32_t at, const FieldBi
     return _mm512_or_si512(_mm512_srl_epi16(v, _mm_cvtsi32_si128((int)(at % 8))), high);
   }
   __m512i from = _mm512_add_epi8(f->shift, _mm512_set1_epi8((char)(at % 8)));
-  v = _mm512_multishift_epi64_epi8(from, _mm512_permutexvar_epi8(f->index, v));
-  return _mm512_and_si512(v, _mm512_set1_epi16((short)((1u << f->width) - 1)));
+  return _mm512_multishift_epi64_epi8(from, _mm512_permutexvar_epi8(f->index, v));
 }
 
-/* Fields of the weights in mask: sign and n bits, the lowest of which becomes bit `low`. Without sign: all bits, at bit 0. */
-ALWAYS_INLINE void take_fields(CassQueue *q, uint64_t mask, const FieldBits *f, bool sign, uint32_t low, __m512i words[2]) {
-  const __m512i top = _mm512_set1_epi16((short)0x8000);
-  const uint32_t n = f->width - sign;
+ALWAYS_INLINE void take_fields(CassQueue *q, uint64_t mask, const FieldBits *f, __m512i words[2]) {
+  uint32_t at = q->at;
   for (int h = 0; h < 2; h++, mask >>= 32) {
-    __m512i v = load_fields(q, q->at, f);
-    q->at += f->width * (uint32_t)__builtin_popcount((uint32_t)mask);
-    if (sign) {
-      __m512i magnitude = _mm512_and_si512(v, _mm512_set1_epi16((short)((1u << n) - 1)));
-      v = _mm512_and_si512(_mm512_sll_epi16(v, _mm_cvtsi32_si128((int)(15 - n))), top);
-      v = _mm512_or_si512(v, _mm512_sll_epi16(magnitude, _mm_cvtsi32_si128((int)low)));
-    }
-    words[h] = _mm512_or_si512(words[h], _mm512_maskz_expand_epi16((__mmask32)mask, v));
+    __m512i v = load_fields(q, at, f);
+    at += f->width * (uint32_t)__builtin_popcount((uint32_t)mask);
+    __m512i word = _mm512_sll_epi16(_mm512_and_si512(v, f->magnitude), f->low);
+    if (f->sign)
+      word = OR_AND(word, _mm512_sll_epi16(v, f->up), _mm512_set1_epi16((short)0x8000));
+    words[h] = _mm512_or_si512(words[h], _mm512_maskz_expand_epi16((__mmask32)mask, word));
   }
+  q->at = at;
 }
 
 static const uint8_t place_bytes[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
@@ -60,32 +67,53 @@ static __attribute__((noinline, cold)) void damaged_ranks(CassQueue *q, uint32_t
   }
 }
 
-/* Ranks of the weights in mask, by column: distances between ones. */
-ALWAYS_INLINE __m512i take_ranks(CassQueue *q, uint64_t mask) {
+/* As take_ranks, of code words that take more bits. */
+static __attribute__((noinline)) __m512i take_long_ranks(CassQueue *q, uint64_t mask) {
   const __m512i place = _mm512_loadu_si512(place_bytes), none = _mm512_set1_epi8(-1);
   uint8_t ranks[2 * NEST_COLS];
   uint32_t n = (uint32_t)__builtin_popcountll(mask), at = q->at;
   uint64_t damaged = 0;
-  for (uint32_t got = 0; got < n;) {
+  for (uint32_t got = 0; got < n && !damaged;) {
     uint64_t window = load_u64(q->bits + at / 8) >> at % 8;
-    uint32_t ones = (uint32_t)__builtin_popcountll(window), want = n - got;
+    uint32_t ones = (uint32_t)__builtin_popcountll(window), want = n - got, some = ones < want ? ones : want;
     __m512i one = _mm512_maskz_compress_epi8(_cvtu64_mask64(window), place);
     __m512i before = _mm512_mask_permutexvar_epi8(none, ~(__mmask64)1, _mm512_add_epi8(place, none), one);
     __m512i rank = _mm512_add_epi8(_mm512_sub_epi8(one, before), none);
     _mm512_storeu_si512(ranks + got, rank);
-    bool last = ones >= want;
-    damaged |= _cvtmask64_u64(_mm512_cmpgt_epu8_mask(rank, _mm512_set1_epi8(CASS_CODES))) & _bzhi_u64(~0ull, last ? want : ones);
+    damaged = _cvtmask64_u64(_mm512_cmpgt_epu8_mask(rank, _mm512_set1_epi8(CASS_CODES))) & _bzhi_u64(~0ull, some);
     damaged |= !window;
-    if (UNLIKELY(damaged))
-      break;
-    at += last ? (uint32_t)_tzcnt_u64(_pdep_u64(1ull << (want - 1), window)) + 1 : 64 - (uint32_t)_lzcnt_u64(window);
-    got += last ? want : ones;
+    at += ones < want ? 64 - (uint32_t)_lzcnt_u64(window) : (uint32_t)_tzcnt_u64(_pdep_u64(1ull << (want - 1), window)) + 1;
+    got += some;
   }
-  if (UNLIKELY(damaged))
+  if (damaged)
     damaged_ranks(q, n, ranks);
   else
     q->at = at;
   return _mm512_maskz_expand_epi8(_cvtu64_mask64(mask), _mm512_loadu_si512(ranks));
+}
+
+/* Ranks of the weights in mask, by column: distances between the ones of the next 128 bits. */
+ALWAYS_INLINE __m512i take_ranks(CassQueue *q, uint64_t mask) {
+  const __m512i place = _mm512_loadu_si512(place_bytes), none = _mm512_set1_epi8(-1);
+  const uint8_t *p = q->bits + q->at / 8;
+  uint32_t shift = q->at % 8, n = (uint32_t)__builtin_popcountll(mask);
+  uint64_t word[3] = {load_u64(p), load_u64(p + 8), load_u64(p + 16)}; /* << 1 <<: a shift by 64 is one to zero */
+  uint64_t low = word[0] >> shift | word[1] << 1 << (63 - shift), high = word[1] >> shift | word[2] << 1 << (63 - shift);
+  uint32_t ones = (uint32_t)__builtin_popcountll(low);
+  __m512i one = _mm512_maskz_compress_epi8(_cvtu64_mask64(low), place);
+  __m512i more = _mm512_maskz_compress_epi8(_cvtu64_mask64(high), _mm512_add_epi8(place, _mm512_set1_epi8(64)));
+  __m512i later = _mm512_sub_epi8(place, _mm512_set1_epi8((char)ones));
+  one = _mm512_mask_permutexvar_epi8(one, ~_cvtu64_mask64(_bzhi_u64(~0ull, ones)), later, more);
+  __m512i before = _mm512_mask_permutexvar_epi8(none, ~(__mmask64)1, _mm512_add_epi8(place, none), one);
+  __m512i rank = _mm512_add_epi8(_mm512_sub_epi8(one, before), none);
+  __mmask64 wanted = _cvtu64_mask64(_bzhi_u64(~0ull, n));
+  bool there = ones + (uint32_t)__builtin_popcountll(high) >= n;
+  if (UNLIKELY(!there || _mm512_mask_cmpgt_epu8_mask(wanted, rank, _mm512_set1_epi8(CASS_CODES))))
+    return take_long_ranks(q, mask);
+  uint32_t in_low = (uint32_t)_tzcnt_u64(_pdep_u64(1ull << ((n - 1) & 63), low)) + 1;
+  uint32_t in_high = (uint32_t)_tzcnt_u64(_pdep_u64(1ull << ((n - 1 - ones) & 63), high)) + 65;
+  q->at += !n ? 0 : n <= ones ? in_low : in_high;
+  return _mm512_maskz_expand_epi8(_cvtu64_mask64(mask), rank);
 }
 
 /* Exponents of the weights in mask; returns the escapes, which have none yet. */
@@ -157,7 +185,7 @@ ALWAYS_INLINE void next_row(CassReader *r, const CassFields *f, uint64_t columns
     group[0] = cass_take(&r->s.queue[CASS_EXPONENT], 8), group[1] = cass_take(&r->s.queue[CASS_EXPONENT], 8);
   else
     escaped = take_exponents(&r->s, kept, words);
-  take_fields(mantissa, kept, &f->upper, true, 7 - r->mantissa_bits, words);
+  take_fields(mantissa, kept, &f->upper, words);
   add_escapes(mantissa, escaped, words);
   if (r->draft) {
     add_half(r, kept, words);
@@ -167,8 +195,8 @@ ALWAYS_INLINE void next_row(CassReader *r, const CassFields *f, uint64_t columns
     if (cass_due(&r->v))
       cass_fill(&r->v);
     escaped = r->mx || r->raw ? 0 : take_exponents(&r->v, pruned, words);
-    take_fields(mantissa, kept, &f->lower, false, 0, words);
-    take_fields(mantissa, pruned, &f->pruned, true, 0, words);
+    take_fields(mantissa, kept, &f->lower, words);
+    take_fields(mantissa, pruned, &f->pruned, words);
     add_escapes(mantissa, escaped, words);
   }
   for (int h = 0; r->mx && h < 2; h++)
@@ -178,7 +206,8 @@ ALWAYS_INLINE void next_row(CassReader *r, const CassFields *f, uint64_t columns
 /* As cass_next_tile. */
 static __attribute__((noinline)) void set_cass_next_tile(CassReader *r, TileWords out) {
   _Alignas(64) uint16_t rows[NEST_ROWS][NEST_COLS];
-  CassFields f = {field_bits(1 + r->mx + r->mantissa_bits), field_bits(7 - r->mantissa_bits), field_bits(r->raw ? 16 : 8 + r->mx)};
+  const uint32_t b = r->mantissa_bits;
+  const CassFields f = {field_bits(b + r->mx, true, 7 - b), field_bits(7 - b, false, 0), field_bits(r->raw ? 15 : 7 + r->mx, true, 0)};
   for (uint32_t i = 0; i < NEST_ROWS; i++) {
     __m512i words[2];
     next_row(r, &f, cass_columns(r, i), words);

@@ -131,10 +131,8 @@ def describe_text(d):
         lines.append(f"suggested    {defaults} (not applied by itself)")
     if d["calibration"]:
         k = d["calibration"]
-        lines.append(
-            f"calibrated   on {k.get('tokens')} tokens of {k.get('text')}; hot columns {k.get('hot', 0)}, "
-            f"draft bias {'yes' if k.get('bias') else 'no'}"
-        )
+        made = f"; hot columns {k['hot']}, draft bias {'yes' if k.get('bias') else 'no'}" if "hot" in k else ""
+        lines.append(f"calibrated   on {k.get('tokens')} tokens of {k.get('text')}{made}")
     lines += [f"note         {text}" for text in d["flags"]]
     if p:
         lines.append(f"source       {p.get('source')} ({p.get('source_format')}, {p.get('source_dtype')})")
