@@ -54,6 +54,24 @@ static inline bool nest_is_relative(const Matrix *w, size_t t) {
 /* Such a tile in relative form. */
 void nest_decode_relative(const Matrix *w, size_t t, TileWords out);
 
+/* A tile with parts left out, as the draft of a KV cache has it: planes A and X only, or those and B. */
+typedef enum NestView { NEST_EXACT, NEST_CELLS, NEST_CELLS_B } NestView;
+/* By nibble, without the sign: the word that a cell stands for in NEST_CELLS, for G = NEST_BIAS; and in NEST_CELLS_B, to which
+ * the mantissa bits 5..0 are added where nest_cell_has_low6. */
+extern const uint16_t nest_cell_word[8], nest_cell_base[8];
+enum { NEST_CELL_NO_LOW6 = CELL_SMALL };
+void nest_decode_view(const Matrix *w, size_t t, NestView view, TileWords out);
+/* Tiles [t0, t1) of a matrix of one group, transposed: out [64][ld], row r of tile t in column 16 (t - t0) + r. */
+void nest_columns(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld);
+/* The other way round: channels [16 n_tile] of 64 positions v [64][stride], those past n_channel zero, as n_tile tiles with one
+ * side part (offsets and records, no zeros at the end). top: group exponents are always the largest. Returns the side part's
+ * size, at most nest_columns_bound(n_tile). */
+size_t nest_encode_columns(const uint16_t *v, size_t stride, uint32_t n_channel, bool top, uint8_t *a, uint8_t *x, uint8_t *b,
+                           uint8_t *side);
+static inline size_t nest_columns_bound(size_t n_tile) {
+  return 4 * (n_tile + 1) + n_tile * (NEST_HEADER + NEST_TILE * 5 / 8 + NEST_TILE);
+}
+
 /* Decodes a tile of a raw matrix; rows and columns past the matrix are zero. */
 void raw_decode_tile(const Matrix *w, size_t t, TileWords out);
 /* Row block's half line i of hot columns. */

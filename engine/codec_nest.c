@@ -6,6 +6,11 @@
 
 const uint8_t nest_magnitude[8] = {22, 31, 43, 61, 85, 119, 13, 4};
 
+/* The draft's magnitudes as BF16; for NEST_CELLS_B, CELL_EIGHTH is in the middle of what T may be, CELL_SMALL 2^-4. */
+const uint16_t nest_cell_word[8] = {16 << 7 | 33, 16 << 7 | 99, 17 << 7 | 29, 17 << 7 | 95,
+                                    18 << 7 | 27, 18 << 7 | 90, 15 << 7 | 62, 13 << 7 | 106};
+const uint16_t nest_cell_base[8] = {16 << 7, 16 << 7 | 64, 17 << 7, 17 << 7 | 64, 18 << 7, 18 << 7 | 64, 15 << 7 | 32, 14 << 7};
+
 enum { MIN_G = 4, MAX_S = 13, Q_ZERO = 0, Q_ESCAPE = 15 };
 const uint8_t nest_exponent[8] = {16, 16, 17, 17, 18, 18, 15, 0}, nest_bit6[8] = {0, 1, 0, 1, 0, 1, 0, 0};
 
@@ -57,7 +62,7 @@ static double weighted_error(const uint16_t *w, const float *importance, uint32_
 }
 
 /* importance [64], or NULL. */
-static uint32_t group_exponent(const uint16_t *w, const float *importance) {
+static uint32_t group_exponent(const uint16_t *w, const float *importance, bool always_top) {
   uint32_t top = MIN_G, largest = 0;
   for (int k = 0; k < NEST_COLS; k++)
     if (exponent_of(w[k]) > top)
@@ -65,7 +70,7 @@ static uint32_t group_exponent(const uint16_t *w, const float *importance) {
   for (int k = 0; k < NEST_COLS; k++)
     if (exponent_of(w[k]) == top && mantissa_of(w[k]) > largest)
       largest = mantissa_of(w[k]);
-  if (top == MIN_G || largest >= 64) /* with one less, cell CELL_TOP would end below the largest weight */
+  if (always_top || top == MIN_G || largest >= 64) /* with one less, cell CELL_TOP would end below the largest weight */
     return top;
   if (importance)
     return weighted_error(w, importance, top, top - 1) < weighted_error(w, importance, top, top) ? top - 1 : top;
@@ -120,11 +125,11 @@ static uint32_t get_low6(const uint8_t *b, uint32_t hl) {
 
 /* tile [16][64]; a, x, b point at the tile's own bytes; hot: bit k says that column k is, its weights are zero.
  * Returns the record's size. */
-static size_t encode_tile(uint16_t tile[NEST_ROWS][NEST_COLS], const float *importance, uint64_t hot, uint8_t *a, uint8_t *x,
-                          uint8_t *b, uint8_t *record) {
+static size_t encode_tile(uint16_t tile[NEST_ROWS][NEST_COLS], const float *importance, uint64_t hot, bool always_top,
+                          uint8_t *a, uint8_t *x, uint8_t *b, uint8_t *record) {
   Record side = {.n_q = 0};
   for (int r = 0; r < NEST_ROWS; r++) {
-    x[r] = (uint8_t)group_exponent(tile[r], importance);
+    x[r] = (uint8_t)group_exponent(tile[r], importance, always_top);
     for (uint32_t k = 0; k < NEST_COLS; k++)
       if (hot >> k & 1u)
         tile[r][k] = (uint16_t)(x[r] << 7); /* a filler that needs no side bits */
@@ -253,7 +258,7 @@ pycass_status pycass_nest_encode_calibrated(const uint16_t *w, uint64_t rows, ui
                        (unsigned long long)rows, (unsigned long long)cols);
     uint32_t offset = (uint32_t)end;
     memcpy(side + 4 * t, &offset, 4);
-    end += encode_tile(tile, weighted ? columns.importance : NULL, columns.hot, a + 512 * t, x + 16 * t, b + 768 * t,
+    end += encode_tile(tile, weighted ? columns.importance : NULL, columns.hot, false, a + 512 * t, x + 16 * t, b + 768 * t,
                        side + end);
   }
   uint32_t offset = (uint32_t)end;
@@ -265,6 +270,21 @@ pycass_status pycass_nest_encode_calibrated(const uint16_t *w, uint64_t rows, ui
   if (c->mean)
     encode_bias(w, rows, cols, c, x, bias);
   return PYCASS_OK;
+}
+
+size_t nest_encode_columns(const uint16_t *v, size_t stride, uint32_t n_channel, bool top, uint8_t *a, uint8_t *x, uint8_t *b,
+                           uint8_t *side) {
+  uint32_t n_tile = (n_channel + NEST_ROWS - 1) / NEST_ROWS, end = 4 * (n_tile + 1);
+  for (uint32_t t = 0; t < n_tile; t++) {
+    uint16_t tile[NEST_ROWS][NEST_COLS] = {{0}};
+    for (uint32_t k = 0; k < NEST_COLS; k++)
+      for (uint32_t r = 0; r < NEST_ROWS && NEST_ROWS * t + r < n_channel; r++)
+        tile[r][k] = v[k * stride + NEST_ROWS * t + r];
+    memcpy(side + 4 * t, &end, 4);
+    end += (uint32_t)encode_tile(tile, NULL, 0, top, a + 512 * t, x + 16 * t, b + 768 * t, side + end);
+  }
+  memcpy(side + 4 * n_tile, &end, 4);
+  return end;
 }
 
 /* ---- scalar decoder ----------------------------------------------------------------------------- */
@@ -325,6 +345,22 @@ void nest_decode_relative(const Matrix *m, size_t t, TileWords out) {
   decode_tile(m, t, group, out);
 }
 
+void nest_decode_view(const Matrix *m, size_t t, NestView view, TileWords out) {
+  if (view == NEST_EXACT) {
+    nest_decode_tile(m, t, out);
+    return;
+  }
+  for (uint32_t hl = 0; hl < 16; hl++)
+    for (uint32_t n = 0; n < 64; n++) {
+      uint32_t nibble = m->a[512 * t + 64 * (hl / 2) + n] >> (4 * (hl % 2)) & 15u, cell = nibble & 7u;
+      uint32_t word = nest_cell_word[cell];
+      if (view == NEST_CELLS_B)
+        word = nest_cell_base[cell] + (cell == NEST_CELL_NO_LOW6 ? 0 : get_low6(m->b + 768 * t + 192 * (hl / 4) + n, hl % 4));
+      word += ((uint32_t)m->x[16 * t + row_of(n)] - NEST_BIAS) << 7;
+      out[hl][tile_word(row_of(n), n % 4)] = (uint16_t)((word + ((nibble & 8u) << 12)) & 0xffffu);
+    }
+}
+
 void raw_decode_tile(const Matrix *m, size_t t, TileWords out) {
   uint16_t tile[NEST_ROWS][NEST_COLS];
   load_tile(m->raw, m->rows, m->cols, t / m->n_group * NEST_ROWS, t % m->n_group * NEST_COLS, tile);
@@ -336,6 +372,16 @@ void raw_decode_tile(const Matrix *m, size_t t, TileWords out) {
 /* Column k of row r. */
 static inline uint16_t tile_at(TileWords tile, uint32_t r, uint32_t k) {
   return tile[k / 8 * 2 + k % 2][tile_word(r, k % 8 / 2)];
+}
+
+void nest_columns(const Matrix *m, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld) {
+  for (size_t t = t0; t < t1; t++, out += NEST_ROWS) {
+    TileWords tile;
+    nest_decode_view(m, t, view, tile);
+    for (uint32_t k = 0; k < NEST_COLS; k++)
+      for (uint32_t r = 0; r < NEST_ROWS; r++)
+        out[k * ld + r] = tile_at(tile, r, k);
+  }
 }
 
 /* ---- rows, and whole draft matrices ------------------------------------------------------------- */

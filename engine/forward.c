@@ -4,6 +4,8 @@
  * columns. */
 #include "forward.h"
 
+#include "attend.h"
+
 #include <math.h>
 
 /* ---- working memory ----------------------------------------------------------------------------- */
@@ -22,7 +24,7 @@ pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint
   s->ld_q = (uint32_t)round_up((size_t)c->n_head * c->head_dim, 64);
   s->ld_kv = (uint32_t)round_up((size_t)c->n_head_kv * c->head_dim, 64);
   s->ld_vocab = (uint32_t)round_up(c->n_vocab, 64);
-  s->ld_scores = round_up((size_t)n_ctx + 16, 64);
+  s->ld_scores = round_up((size_t)n_ctx + 16, 64), s->ld_head = (uint32_t)round_up(c->head_dim, NEST_ROWS);
   struct {
     float **p;
     size_t n;
@@ -36,13 +38,14 @@ pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint
               {&s->up, b * s->ld_ff},
               {&s->cos_sin, b * c->head_dim},
               {&s->logits, (size_t)n_logits * s->ld_vocab},
-              {&s->scores, (size_t)n_threads * (c->n_head / c->n_head_kv) * s->ld_scores},
+              {&s->scores, attend_scores_size(c, n_ctx, n_threads)},
               {&s->acts.scale, b * wide / NEST_COLS}};
   bool ok = true;
   for (size_t i = 0; i < sizeof want / sizeof *want; i++)
     ok &= (*want[i].p = cass_alloc(want[i].n * sizeof(float))) != NULL;
   ok &= (s->acts.panels = cass_alloc(round_up(b, PANEL_TOKENS) * wide * sizeof(uint16_t))) != NULL;
   ok &= (s->acts.hot = cass_alloc(round_up(b, PANEL_TOKENS) * NEST_COLS * sizeof(uint16_t))) != NULL;
+  ok &= (s->kv_rows = cass_alloc((size_t)n_threads * KV_BLOCK * s->ld_head * sizeof(uint16_t))) != NULL;
   ok &= (s->acts.q = cass_alloc(b * wide)) != NULL;
   ok &= (s->acts.sum = cass_alloc(b * wide / NEST_COLS * sizeof(int32_t))) != NULL;
   if (ok)
@@ -53,7 +56,8 @@ pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint
 
 void state_free(State *s) {
   void *all[] = {s->x,       s->h,      s->q,      s->k,           s->v,        s->att,    s->gate,       s->up,
-                 s->cos_sin, s->logits, s->scores, s->acts.panels, s->acts.hot, s->acts.q, s->acts.scale, s->acts.sum};
+                 s->cos_sin, s->logits, s->scores, s->acts.panels, s->acts.hot, s->acts.q, s->acts.scale, s->acts.sum,
+                 s->kv_rows};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     cass_free(all[i]);
   *s = (State){0};
@@ -224,49 +228,7 @@ static void finish_qkv(const Pass *p, uint32_t i, const Layer *l, uint32_t layer
     size_t at = kv_at(p->kv, layer, h, p->pos + i);
     kernels->to_bf16(p->kv->k + at, k + (size_t)h * c->head_dim, c->head_dim);
     kernels->to_bf16(p->kv->v + at, v + (size_t)h * c->head_dim, c->head_dim);
-  }
-}
-
-/* True if a head is whole groups, so that whoever attends can make its part ready for the product. */
-static bool heads_are_groups(const Pass *p) { return p->model->config.head_dim % NEST_COLS == 0; }
-
-/* Heads of a KV head's group that attend together: all, or fewer to give every thread some. */
-static uint32_t heads_together(const Pass *p, uint32_t n_threads) {
-  uint32_t group = p->model->config.n_head / p->model->config.n_head_kv, parts = 1;
-  while (parts < group && (uint64_t)p->n * p->model->config.n_head_kv * parts < 2 * (uint64_t)n_threads)
-    parts++;
-  return (group + parts - 1) / parts;
-}
-
-static void attend(const Pass *p, uint32_t i, uint32_t head, uint32_t n_head, uint32_t layer, const Matrix *o, float *scores) {
-  const pycass_config *c = &p->model->config;
-  State *s = p->state;
-  size_t at = kv_at(p->kv, layer, head / (c->n_head / c->n_head_kv), 0);
-  AttentionArgs a = {.q = s->q + (size_t)i * s->ld_q + (size_t)head * c->head_dim,
-                     .k = p->kv->k + at,
-                     .v = p->kv->v + at,
-                     .stride = c->head_dim,
-                     .n_head = n_head,
-                     .n_pos = p->pos + i + 1,
-                     .head_dim = c->head_dim,
-                     .scale = 1.0f / sqrtf((float)c->head_dim),
-                     .scores = scores,
-                     .ld_scores = s->ld_scores,
-                     .out = s->att + (size_t)i * s->ld_q + (size_t)head * c->head_dim};
-  p->model->kernels->attention(&a);
-  uint32_t n = c->head_dim / NEST_COLS;
-  if (heads_are_groups(p))
-    ready(p, i, s->att + (size_t)i * s->ld_q, o, (Range){head * n, (head + n_head) * n});
-}
-
-/* All heads of all tokens: a unit of work is a few heads of one token. */
-static void attend_all(const Pass *p, uint32_t layer, const Matrix *o, uint32_t thread, uint32_t n_threads, float *scores) {
-  const pycass_config *c = &p->model->config;
-  uint32_t group = c->n_head / c->n_head_kv, together = heads_together(p, n_threads);
-  uint32_t parts = (group + together - 1) / together, units = c->n_head_kv * parts;
-  for (uint32_t n = thread; n < p->n * units; n += n_threads) {
-    uint32_t unit = n % units, first = unit % parts * together;
-    attend(p, n / units, unit / parts * group + first, first + together < group ? together : group - first, layer, o, scores);
+    kv_round(p->kv, p->kv->k + at), kv_round(p->kv, p->kv->v + at);
   }
 }
 
@@ -282,7 +244,6 @@ static void pass_thread(const Pass *p, uint32_t thread, uint32_t n_threads) {
   const pycass_model *m = p->model;
   const pycass_config *c = &m->config;
   State *s = p->state;
-  float *scores = s->scores + (size_t)thread * (c->n_head / c->n_head_kv) * s->ld_scores;
   Range embd = share(s->ld_embd, thread, n_threads);
 
   for (uint32_t i = thread; i < p->n; i += n_threads)
@@ -300,13 +261,10 @@ static void pass_thread(const Pass *p, uint32_t thread, uint32_t n_threads) {
     for (uint32_t i = thread; i < p->n; i += n_threads)
       finish_qkv(p, i, l, layer);
     pool_barrier(p->pool);
-    attend_all(p, layer, &l->o, thread, n_threads, scores);
+    attend(p, layer, thread, n_threads);
+    for (uint32_t i = 0; i < p->n; i++)
+      ready(p, i, s->att + (size_t)i * s->ld_q, &l->o, share(l->o.n_group, thread, n_threads));
     pool_barrier(p->pool);
-    if (!heads_are_groups(p)) {
-      for (uint32_t i = thread; i < p->n; i += n_threads)
-        ready(p, i, s->att + (size_t)i * s->ld_q, &l->o, (Range){0, l->o.n_group});
-      pool_barrier(p->pool);
-    }
     observe(p, channel_at(c, layer, IN_O), s->att, s->ld_q, l->o.cols, share(s->ld_q, thread, n_threads));
     multiply(p, &(Product){&l->o, s->h, s->ld_embd}, 1, p->n);
     pool_barrier(p->pool);

@@ -18,8 +18,10 @@ typedef struct State {
   float *gate, *up;       /* [n_batch][ld_ff] */
   float *cos_sin;         /* [n_batch][head_dim] */
   float *logits;          /* [n_logits][ld_vocab] */
-  float *scores;          /* [n_threads][n_head / n_head_kv][ld_scores] */
+  float *scores;          /* see attend.c */
   size_t ld_scores;
+  uint16_t *kv_rows;      /* [n_threads][KV_BLOCK][ld_head]: decoded keys or values */
+  uint32_t ld_head;
   Acts acts;              /* activations of a product, [n_batch][the widest input] */
 } State;
 

@@ -60,17 +60,13 @@ typedef struct Acts {
   int32_t *sum;   /* [m][n_group]: of the q of a group */
 } Acts;
 
-/* Attention of the query heads that share a KV head: keys and values are [position][stride] BF16. A head's result does
- * not depend on the others'. */
+/* Attention of the query heads that share a KV head, for one token. A head's result does not depend on the others'. */
 typedef struct AttentionArgs {
   const float *q;      /* [n_head][head_dim] */
-  const uint16_t *k, *v;
-  size_t stride;       /* in elements, between positions */
   uint32_t n_head;     /* 1 .. */
-  uint32_t n_pos;      /* positions seen: 0 .. n_pos - 1 */
   uint32_t head_dim;
   float scale;         /* 1 / sqrt(head_dim) */
-  float *scores;       /* scratch [n_head][ld_scores], ld_scores >= n_pos + 16 */
+  float *scores;       /* [n_head][ld_scores], ld_scores >= positions + 16 */
   size_t ld_scores;
   float *out;          /* [n_head][head_dim] */
 } AttentionArgs;
@@ -108,7 +104,15 @@ typedef struct Kernels {
   void (*add)(float *x, const float *y, size_t n);            /* x += y */
   void (*add_bf16)(float *x, const uint16_t *b, size_t n);    /* x += b */
   void (*to_bf16)(uint16_t *out, const float *x, size_t n);
-  void (*attention)(const AttentionArgs *a);
+  /* Attention's three steps. Scores of positions [pos, pos + n), whose keys are k [n][stride]: 16 lanes of fused
+   * multiply-adds, added pairwise, times the scale. Softmax of n scores of a head. Then columns [c0, c1) of the output, c0 a
+   * multiple of 16 and c1, too, unless it is head_dim: values v [n][stride] begin at column c0, fused multiply-adds in the
+   * order of positions, on top of out unless pos = 0. */
+  void (*scores)(const AttentionArgs *a, const uint16_t *k, size_t stride, uint32_t pos, uint32_t n);
+  void (*softmax)(float *scores, uint32_t n);
+  void (*mix)(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n, uint32_t c0, uint32_t c1);
+  /* Blocks of a KV cache, as in codec.h. */
+  void (*nest_columns)(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld);
   float (*max)(const float *x, size_t n);                     /* n >= 1; NaN is ignored, -inf if all are */
   float (*sum_exp)(const float *x, size_t n, float shift);    /* sum of e^(x - shift), shift >= max(x) */
 } Kernels;

@@ -210,11 +210,21 @@ PYCASS_API const char *pycass_kernel_name(size_t index, int *runs);
 
 typedef struct pycass_session pycass_session;
 
+/* How older keys and values are kept (docs/format.md, "Blocks of the KV cache"). */
+typedef enum pycass_kv {
+  PYCASS_KV_AUTO,  /* nest, once the context is long enough to pay */
+  PYCASS_KV_RAW,   /* BF16 */
+  PYCASS_KV_NEST,  /* lossless, about .7 of BF16; the draft reads less than half */
+  PYCASS_KV_CASS1, /* lossless, the paper's Cassandra-1; slow in software */
+  PYCASS_KV_CASS2  /* near-lossless: 8 bits of magnitude relative to the largest of 32; slow in software */
+} pycass_kv;
+
 typedef struct pycass_session_options {
   uint32_t n_ctx;           /* 0: the model's, but at most 4096 unless asked for */
   uint32_t n_threads;       /* 0: physical cores */
   uint32_t n_threads_batch; /* for prompts; 0: as n_threads */
   uint32_t n_batch;         /* tokens per prompt forward pass, 1..4096; 0: 512 */
+  pycass_kv kv;
 } pycass_session_options;
 
 PYCASS_API pycass_status pycass_session_new(pycass_model *model, const pycass_session_options *options,
@@ -222,7 +232,12 @@ PYCASS_API pycass_status pycass_session_new(pycass_model *model, const pycass_se
 PYCASS_API void pycass_session_free(pycass_session *session);
 PYCASS_API uint32_t pycass_session_n_ctx(const pycass_session *session);
 PYCASS_API uint32_t pycass_session_n_threads(const pycass_session *session);
-PYCASS_API size_t pycass_session_kv_bytes(const pycass_session *session); /* allocated for the cache */
+PYCASS_API size_t pycass_session_kv_bytes(const pycass_session *session); /* that hold the cache of its tokens */
+/* The same by kind: positions in plain BF16 and encoded ones; bytes of the latter, and of these what the draft reads. */
+typedef struct pycass_kv_stats {
+  size_t plain, encoded, encoded_bytes, draft_bytes;
+} pycass_kv_stats;
+PYCASS_API void pycass_session_kv_stats(const pycass_session *session, pycass_kv_stats *out);
 /* The session's tokens: evaluated ones and, after pycass_session_next, one more that is not evaluated yet. */
 PYCASS_API size_t pycass_session_tokens(const pycass_session *session, int32_t *out, size_t capacity);
 /* Keeps the first n tokens. */

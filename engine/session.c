@@ -1,5 +1,6 @@
 /* Sessions: tokens, their cache, and the decode loop. The loop is at the end, in pycass_session_next. */
 #include <math.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -59,11 +60,14 @@ static pycass_status start(pycass_session *s, const pycass_session_options *o) {
   RETURN_IF(choose_options(s, o));
   uint32_t threads = s->n_threads > s->n_threads_batch ? s->n_threads : s->n_threads_batch;
   RETURN_IF(pool_new(threads, &s->pool));
-  RETURN_IF(kv_init(&s->kv, c, s->n_ctx));
+  pycass_kv codec = o ? o->kv : PYCASS_KV_AUTO;
+  if ((unsigned)codec > PYCASS_KV_CASS2)
+    return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "no such kind of KV cache: %d", (int)codec);
+  RETURN_IF(kv_init(&s->kv, c, s->n_ctx, codec));
   RETURN_IF(state_init(&s->state, s->model, s->n_batch, LOGITS_ROWS, s->n_ctx, threads));
   RETURN_IF(sampler_init(&s->sampler, s->model->kernels, c->n_token));
   s->tokens = cass_alloc(((size_t)s->n_ctx + 1) * sizeof *s->tokens);
-  s->kv_row = cass_alloc(kv_bytes(&s->kv, 1));
+  s->kv_row = cass_alloc(kv_plain_bytes(&s->kv, 1));
   if (!s->tokens || !s->kv_row)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for a session");
   pycass_speculation speculation = pycass_speculation_default();
@@ -98,7 +102,10 @@ void pycass_session_free(pycass_session *s) {
 
 uint32_t pycass_session_n_ctx(const pycass_session *s) { return s->n_ctx; }
 uint32_t pycass_session_n_threads(const pycass_session *s) { return s->n_threads; }
-size_t pycass_session_kv_bytes(const pycass_session *s) { return s->kv.bytes; }
+size_t pycass_session_kv_bytes(const pycass_session *s) { return kv_bytes(&s->kv, s->n_past); }
+void pycass_session_kv_stats(const pycass_session *s, pycass_kv_stats *out) {
+  *out = (pycass_kv_stats){s->n_past - s->kv.encoded, s->kv.encoded, s->kv.encoded_bytes, s->kv.encoded_draft_bytes};
+}
 void pycass_session_record(pycass_session *s, int on) { s->record = on != 0; }
 void pycass_session_stats(const pycass_session *s, pycass_stats *out) { *out = s->stats; }
 
@@ -111,8 +118,10 @@ size_t pycass_session_tokens(const pycass_session *s, int32_t *out, size_t capac
 pycass_status pycass_session_trim(pycass_session *s, size_t n) {
   if (n > s->n_tokens)
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "cannot keep %zu of %zu tokens", n, s->n_tokens);
-  if (n < s->n_past)
+  if (n < s->n_past) {
     s->n_past = n, s->logits = NULL;
+    kv_trim(&s->kv, (uint32_t)n);
+  }
   if (n < s->n_tokens && n == s->n_past)
     s->logits = NULL; /* a draft or a later row may have overwritten them */
   s->n_tokens = n;
@@ -153,6 +162,29 @@ static void run(pycass_session *s, bool draft, size_t pos, size_t n, size_t n_lo
   forward(&pass);
 }
 
+typedef struct Encoding {
+  KvCache *kv;
+  atomic_bool failed;
+} Encoding;
+
+static void encode_thread(void *arg, uint32_t thread, uint32_t n_threads) {
+  Encoding *e = arg;
+  for (uint32_t layer = thread; layer < e->kv->n_layer; layer += n_threads)
+    if (!kv_encode(e->kv, layer))
+      e->failed = true;
+}
+
+/* Encodes what is old enough. Without memory for that all stays plain. */
+static void encode_old(pycass_session *s, uint32_t n_threads) {
+  while (kv_due(&s->kv, (uint32_t)s->n_past)) {
+    Encoding e = {.kv = &s->kv};
+    pool_run(s->pool, n_threads, encode_thread, &e);
+    kv_encoded(&s->kv, !e.failed);
+    if (e.failed)
+      return;
+  }
+}
+
 static const float *logits_row(const pycass_session *s, size_t i) { return s->state.logits + i * s->state.ld_vocab; }
 
 /* Evaluates known tokens from n_past up to end. logits [end - n_past][n_vocab], or NULL: of the last one only, in
@@ -169,6 +201,7 @@ static void advance(pycass_session *s, size_t end, float *logits) {
     s->n_past += n;
     s->logits = rows ? logits_row(s, rows - 1) : NULL;
     s->stats.prompt_tokens += n;
+    encode_old(s, s->n_threads_batch);
   }
   s->stats.prompt_ms += now_ms() - t0;
 }
@@ -209,11 +242,13 @@ pycass_status pycass_session_eval_draft(pycass_session *s, const int32_t *ids, s
   size_t first = s->n_tokens - n;
   advance(s, s->n_tokens, NULL);
   for (size_t i = 0; i < n; i++, logits += n_vocab) {
+    kv_expose(&s->kv, (uint32_t)(first + i) / KV_BLOCK);
     kv_save(&s->kv, (uint32_t)(first + i), 1, s->kv_row);
     run(s, true, first + i, 1, 1, s->n_threads);
     kv_restore(&s->kv, (uint32_t)(first + i), 1, s->kv_row);
     memcpy(logits, logits_row(s, 0), n_vocab * sizeof *logits);
   }
+  kv_hide(&s->kv);
   s->logits = NULL; /* the draft's are there now */
   return PYCASS_OK;
 }
@@ -284,7 +319,7 @@ static int32_t draft_token(pycass_session *s, size_t *evaluated, float *confiden
   double ms = now_ms() - t0;
   policy_saw_draft(&s->policy, ms);
   s->stats.draft_ms += ms;
-  s->stats.bytes_read += s->model->draft_bytes + kv_bytes(&s->kv, s->n_tokens);
+  s->stats.bytes_read += s->model->draft_bytes + kv_read_bytes(&s->kv, s->n_tokens, true);
   return id;
 }
 
@@ -314,7 +349,7 @@ static size_t verify(pycass_session *s, uint32_t n_guess, pycass_token *out) {
   size_t pending = s->n_past;
   memcpy(guessed, s->tokens + pending + 1, n_guess * sizeof *guessed);
   run(s, false, pending, n_guess + 1, n_guess + 1, s->n_threads);
-  s->stats.bytes_read += s->model->target_bytes + kv_bytes(&s->kv, s->n_tokens);
+  s->stats.bytes_read += s->model->target_bytes + kv_read_bytes(&s->kv, s->n_tokens, false);
   s->n_tokens = pending + 1;
   size_t n = 0;
   bool same = true;
@@ -372,6 +407,7 @@ pycass_status pycass_session_next(pycass_session *s, pycass_token *out, size_t c
     *n_out = 1;
   } else {
     step(s, out, capacity, n_out);
+    encode_old(s, s->n_threads);
   }
   s->stats.tokens += *n_out;
   s->stats.decode_ms += now_ms() - t0;
@@ -388,7 +424,7 @@ enum { STATE_HEADER = 32, STATE_VERSION = 1 };
 static const uint8_t state_magic[8] = {0x89, 'C', 'A', 'S', 'S', 'S', 'T', 0x1a};
 
 size_t pycass_session_state_size(const pycass_session *s) {
-  return STATE_HEADER + s->n_past * sizeof(int32_t) + kv_bytes(&s->kv, s->n_past);
+  return STATE_HEADER + s->n_past * sizeof(int32_t) + kv_plain_bytes(&s->kv, s->n_past);
 }
 
 /* Rope settings change what a cache means, so they are part of what makes a model. */
@@ -420,7 +456,7 @@ pycass_status pycass_session_load_state(pycass_session *s, const uint8_t *data, 
   size_t n = head[2];
   if (n > s->n_ctx)
     return cass_fail(PYCASS_ERR_CONTEXT_FULL, "the state has %zu tokens but the context holds %u", n, s->n_ctx);
-  if (size != STATE_HEADER + n * sizeof(int32_t) + kv_bytes(&s->kv, n) || head[4] || head[5])
+  if (size != STATE_HEADER + n * sizeof(int32_t) + kv_plain_bytes(&s->kv, n) || head[4] || head[5])
     return cass_fail(PYCASS_ERR_CORRUPT, "the saved state has the wrong size");
   if (pycass_crc32c(0, data + STATE_HEADER, size - STATE_HEADER) != head[3])
     return cass_fail(PYCASS_ERR_CHECKSUM, "the saved state is damaged");
@@ -429,8 +465,10 @@ pycass_status pycass_session_load_state(pycass_session *s, const uint8_t *data, 
     RETURN_IF(check_ids(s, &id, 1));
   }
   memcpy(s->tokens, data + STATE_HEADER, n * sizeof(int32_t));
+  kv_trim(&s->kv, 0);
   kv_restore(&s->kv, 0, (uint32_t)n, data + STATE_HEADER + n * sizeof(int32_t));
   s->n_tokens = s->n_past = n;
   s->logits = NULL;
+  encode_old(s, s->n_threads_batch);
   return PYCASS_OK;
 }

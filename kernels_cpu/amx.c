@@ -155,6 +155,7 @@ static void amx_matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, 
 
 const Kernels kernels_amx = {.name = "amx",
                              .nest_decode_tile = set_nest_decode_tile,
+                                .nest_columns = set_nest_columns,
                              .cass_next_tile = set_cass_next_tile,
                              .matmul = amx_matmul,
                              .matmul_draft = set_matmul_draft,

@@ -642,6 +642,7 @@ static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *
 
 const Kernels kernels_avx2 = {.name = "avx2",
                               .nest_decode_tile = set_nest_decode_tile,
+                              .nest_columns = nest_columns,
                               .cass_next_tile = cass_next_tile,
                               .matmul = set_matmul,
                               .matmul_draft = set_matmul_draft,

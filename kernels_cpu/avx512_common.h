@@ -131,20 +131,25 @@ ALWAYS_INLINE __m512i cell_bits(__m512i line, const Constants *k) {
   return _mm512_permutexvar_epi8(k->gather, v);
 }
 
-ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, const Matrix *w, size_t t, const Constants *k) {
+/* (G - NEST_BIAS) << 7 by word of the two vectors of a half line. */
+ALWAYS_INLINE void group_words(const Matrix *w, size_t t, __m512i out[2]) {
   static const uint16_t rows[32] = {0, 0, 0, 0, 1, 1, 1, 1, 4,  4,  4,  4,  5,  5,  5,  5,
                                     8, 8, 8, 8, 9, 9, 9, 9, 12, 12, 12, 12, 13, 13, 13, 13};
   const __m512i row = _mm512_loadu_si512(rows);
+  __m256i group = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w->x + 16 * t)));
+  __m512i word = _mm512_castsi256_si512(_mm256_slli_epi16(_mm256_sub_epi16(group, _mm256_set1_epi16(NEST_BIAS)), 7));
+  out[0] = _mm512_permutexvar_epi16(row, word);
+  out[1] = _mm512_permutexvar_epi16(_mm512_add_epi16(row, _mm512_set1_epi16(2)), word);
+}
+
+ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, const Matrix *w, size_t t, const Constants *k) {
   const __m512i place = _mm512_broadcast_i32x4(
       _mm_setr_epi8(0, -128, 1, -127, 2, -126, 3, -125, 4, -124, 5, -123, 6, -122, 7, -121));
   d->a = w->a + 512 * t, d->b = w->b + 768 * t;
   for (int j = 0; j < 8; j++)
     _mm512_store_si512(d->cell[j], cell_bits(_mm512_loadu_si512(d->a + 64 * j), k));
 
-  __m256i group = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(w->x + 16 * t)));
-  __m512i word = _mm512_castsi256_si512(_mm256_slli_epi16(_mm256_sub_epi16(group, _mm256_set1_epi16(NEST_BIAS)), 7));
-  d->group[0] = _mm512_permutexvar_epi16(row, word);
-  d->group[1] = _mm512_permutexvar_epi16(_mm512_add_epi16(row, _mm512_set1_epi16(2)), word);
+  group_words(w, t, d->group);
 
   const uint8_t *record = w->side + load_u32(w->side + 4 * t), *nibbles = record + NEST_HEADER;
   nest_prefetch(d->a, d->b, record);
@@ -229,6 +234,12 @@ ALWAYS_INLINE void decode_half_line(TileDecoder *d, const Constants *k, const Ca
     out[0] = _mm512_add_epi16(out[0], d->group[0]), out[1] = _mm512_add_epi16(out[1], d->group[1]);
 }
 
+/* Of four half lines the last one's mantissa bits 5..0, which are the upper two of the others' bytes. */
+ALWAYS_INLINE __m512i fourth_low6(const __m512i b[3]) {
+  __m512i low6 = SELECT(_mm512_set1_epi8(0x30), _mm512_srli_epi16(b[0], 2), _mm512_srli_epi16(b[1], 4));
+  return SELECT(_mm512_set1_epi8(0x3c), low6, _mm512_srli_epi16(b[2], 6));
+}
+
 /* Lines 2 i and 2 i + 1: four half lines. */
 ALWAYS_INLINE void decode_lines(TileDecoder *d, const Constants *k, const Cancel *none, uint32_t i, __m512i out[4][2]) {
   const uint8_t *b = d->b + 192 * i;
@@ -238,9 +249,7 @@ ALWAYS_INLINE void decode_lines(TileDecoder *d, const Constants *k, const Cancel
   decode_half_line(d, k, none, _mm512_and_si512(_mm512_srli_epi16(a, 4), k->nibble), b1, d->cell[2 * i] + 4, out[1]);
   a = _mm512_loadu_si512(d->a + 128 * i + 64);
   decode_half_line(d, k, none, _mm512_and_si512(a, k->nibble), b2, d->cell[2 * i + 1], out[2]);
-  /* the fourth one's bits are the upper two of each byte */
-  __m512i b3 = SELECT(_mm512_set1_epi8(0x30), _mm512_srli_epi16(b0, 2), _mm512_srli_epi16(b1, 4));
-  b3 = SELECT(_mm512_set1_epi8(0x3c), b3, _mm512_srli_epi16(b2, 6));
+  const __m512i b3 = fourth_low6((const __m512i[3]){b0, b1, b2});
   decode_half_line(d, k, none, _mm512_and_si512(_mm512_srli_epi16(a, 4), k->nibble), b3, d->cell[2 * i + 1] + 4, out[3]);
 }
 
@@ -263,6 +272,75 @@ static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size
   store_tile(&d, &k, &none, out);
   if (UNLIKELY(!tile_decoder_fits(&d)))
     nest_decode_tile(w, t, out);
+}
+
+/* ---- blocks of a KV cache ----------------------------------------------------------------------------- */
+
+/* As nest_decode_view for a half line of a view without side data. low6: NULL for NEST_CELLS. */
+ALWAYS_INLINE void view_half_line(__m512i nibble, const __m512i *low6, __m512i low_table, __m512i high_table,
+                                  const __m512i group[2], __m512i out[2]) {
+  __m512i low = _mm512_shuffle_epi8(low_table, nibble), high = _mm512_shuffle_epi8(high_table, nibble);
+  if (low6) {
+    const __m512i mask = _mm512_broadcast_i32x4(_mm_setr_epi8(63, 63, 63, 63, 63, 63, 63, 0, 63, 63, 63, 63, 63, 63, 63, 0));
+    low = _mm512_add_epi8(low, _mm512_and_si512(*low6, _mm512_shuffle_epi8(mask, nibble)));
+  }
+  out[0] = _mm512_add_epi16(_mm512_unpacklo_epi8(low, high), group[0]);
+  out[1] = _mm512_add_epi16(_mm512_unpackhi_epi8(low, high), group[1]);
+}
+
+/* Four columns of 16 words each, of a half line. */
+ALWAYS_INLINE void store_columns(__m512i w0, __m512i w1, uint16_t *out, size_t ld) {
+  /* row r, column c: word tile_word(r, c); 32 and up are of w1 */
+  static const uint16_t first[32] = {0, 4, 32, 36, 8,  12, 40, 44, 16, 20, 48, 52, 24, 28, 56, 60,
+                                     1, 5, 33, 37, 9,  13, 41, 45, 17, 21, 49, 53, 25, 29, 57, 61};
+  const __m512i index = _mm512_loadu_si512(first);
+  __m512i c01 = _mm512_permutex2var_epi16(w0, index, w1);
+  __m512i c23 = _mm512_permutex2var_epi16(w0, _mm512_add_epi16(index, _mm512_set1_epi16(2)), w1);
+  _mm256_storeu_si256((__m256i *)out, _mm512_castsi512_si256(c01));
+  _mm256_storeu_si256((__m256i *)(out + 2 * ld), _mm512_extracti64x4_epi64(c01, 1));
+  _mm256_storeu_si256((__m256i *)(out + 4 * ld), _mm512_castsi512_si256(c23));
+  _mm256_storeu_si256((__m256i *)(out + 6 * ld), _mm512_extracti64x4_epi64(c23, 1));
+}
+
+static void view_columns(const Matrix *w, size_t t, NestView view, uint16_t *out, size_t ld) {
+  const uint16_t *word = view == NEST_CELLS ? nest_cell_word : nest_cell_base;
+  uint8_t tables[2][16];
+  for (int i = 0; i < 16; i++)
+    tables[0][i] = (uint8_t)word[i & 7], tables[1][i] = (uint8_t)(word[i & 7] >> 8 | (i & 8) << 4);
+  const __m512i low = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tables[0]));
+  const __m512i high = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tables[1]));
+  const __m512i nibbles = _mm512_set1_epi8(15);
+  __m512i group[2], words[2];
+  group_words(w, t, group);
+  const uint8_t *a = w->a + 512 * t, *b = w->b + 768 * t;
+  for (size_t i = 0; i < 4; i++, b += 192) {
+    __m512i v[4] = {nibbles, nibbles, nibbles, nibbles}, low6[4] = {nibbles};
+    for (size_t j = 0; j < 2; j++) {
+      __m512i line = _mm512_loadu_si512(a + 64 * (2 * i + j));
+      v[2 * j] = _mm512_and_si512(line, nibbles), v[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), nibbles);
+    }
+    if (view == NEST_CELLS_B) {
+      low6[0] = _mm512_loadu_si512(b), low6[1] = _mm512_loadu_si512(b + 64), low6[2] = _mm512_loadu_si512(b + 128);
+      low6[3] = fourth_low6(low6);
+    }
+    for (size_t hl = 0; hl < 4; hl++) {
+      view_half_line(v[hl], view == NEST_CELLS_B ? &low6[hl] : NULL, low, high, group, words);
+      store_columns(words[0], words[1], out + (8 * (2 * i + hl / 2) + hl % 2) * ld, ld);
+    }
+  }
+}
+
+static void set_nest_columns(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld) {
+  for (size_t t = t0; t < t1; t++, out += NEST_ROWS) {
+    if (view != NEST_EXACT) {
+      view_columns(w, t, view, out, ld);
+      continue;
+    }
+    _Alignas(64) TileWords tile;
+    set_nest_decode_tile(w, t, tile);
+    for (size_t hl = 0; hl < 16; hl++)
+      store_columns(_mm512_load_si512(tile[hl]), _mm512_load_si512(tile[hl] + 32), out + (8 * (hl / 2) + hl % 2) * ld, ld);
+  }
 }
 
 /* As nest_is_relative. */

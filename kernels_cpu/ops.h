@@ -126,20 +126,23 @@ static inline void ops_softmax(float *s, uint32_t n) {
     s[i] *= inverse;
 }
 
-static inline void ops_attention(const AttentionArgs *a) {
+static inline void ops_scores(const AttentionArgs *a, const uint16_t *k, size_t stride, uint32_t pos, uint32_t n) {
+  for (uint32_t h = 0; h < a->n_head; h++)
+    for (uint32_t p = 0; p < n; p++)
+      a->scores[h * a->ld_scores + pos + p] =
+          ops_dot_bf16(a->q + (size_t)h * a->head_dim, k + p * stride, a->head_dim) * a->scale;
+}
+
+static inline void ops_mix(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n, uint32_t c0,
+                           uint32_t c1) {
   for (uint32_t h = 0; h < a->n_head; h++) {
-    const float *q = a->q + (size_t)h * a->head_dim;
-    float *scores = a->scores + h * a->ld_scores, *restrict out = a->out + (size_t)h * a->head_dim;
-    for (uint32_t p = 0; p < a->n_pos; p++)
-      scores[p] = ops_dot_bf16(q, a->k + p * a->stride, a->head_dim) * a->scale;
-    ops_softmax(scores, a->n_pos);
-    for (uint32_t i = 0; i < a->head_dim; i++)
-      out[i] = 0;
-    for (uint32_t p = 0; p < a->n_pos; p++) {
-      const uint16_t *v = a->v + p * a->stride;
-      for (uint32_t i = 0; i < a->head_dim; i++)
-        out[i] = fmaf(scores[p], bf16_to_f32(v[i]), out[i]);
-    }
+    const float *scores = a->scores + h * a->ld_scores + pos;
+    float *restrict out = a->out + (size_t)h * a->head_dim;
+    for (uint32_t c = c0; c < c1 && pos == 0; c++)
+      out[c] = 0;
+    for (uint32_t p = 0; p < n; p++)
+      for (uint32_t c = c0; c < c1; c++)
+        out[c] = fmaf(scores[p], bf16_to_f32(v[p * stride + c - c0]), out[c]);
   }
 }
 
@@ -200,7 +203,7 @@ static inline void ops_quantize(Acts *q, const float *x, size_t ldx, uint32_t m,
 #define OPS_COMMON                                                                                                     \
   .rmsnorm = ops_rmsnorm, .rope = ops_rope, .add = ops_add, .add_bf16 = ops_add_bf16, .to_bf16 = ops_to_bf16
 #define OPS_TABLE                                                                                                      \
-  OPS_COMMON, .round = ops_round, .quantize = ops_quantize, .swiglu = ops_swiglu, .attention = ops_attention, .max = ops_max,              \
-              .sum_exp = ops_sum_exp
+  OPS_COMMON, .round = ops_round, .quantize = ops_quantize, .swiglu = ops_swiglu, .scores = ops_scores,     \
+              .softmax = ops_softmax, .mix = ops_mix, .max = ops_max, .sum_exp = ops_sum_exp
 
 #endif

@@ -55,10 +55,10 @@ static void simd_swiglu(float *gate, const float *up, size_t n) {
   ops_swiglu(gate + i, up + i, n - i);
 }
 
-/* Scores of n_head heads at the four positions from p on. head_dim a multiple of 16 */
-ALWAYS_INLINE void simd_scores(const AttentionArgs *a, uint32_t head, uint32_t p, const int n_head) {
+/* Scores of n_head heads at the four positions from pos on, whose keys begin at k. head_dim a multiple of 16 */
+ALWAYS_INLINE void simd_scores_n(const AttentionArgs *a, const uint16_t *k, size_t stride, uint32_t head, uint32_t pos,
+                                 const int n_head) {
   const float *q = a->q + (size_t)head * a->head_dim;
-  const uint16_t *k = a->k + p * a->stride;
   V lane[SCORE_HEADS][SCORES][VECTORS];
   for (int h = 0; h < n_head; h++)
     for (int i = 0; i < SCORES; i++)
@@ -67,7 +67,7 @@ ALWAYS_INLINE void simd_scores(const AttentionArgs *a, uint32_t head, uint32_t p
   for (uint32_t d = 0; d < a->head_dim; d += LANES)
     for (uint32_t v = 0; v < VECTORS; v++)
       for (size_t i = 0; i < SCORES; i++) {
-        V key = V_BF16(k + i * a->stride + d + v * V_WIDTH);
+        V key = V_BF16(k + i * stride + d + v * V_WIDTH);
         for (int h = 0; h < n_head; h++)
           lane[h][i][v] = V_FMA(V_LOAD(q + (size_t)h * a->head_dim + d + v * V_WIDTH), key, lane[h][i][v]);
       }
@@ -79,7 +79,7 @@ ALWAYS_INLINE void simd_scores(const AttentionArgs *a, uint32_t head, uint32_t p
     }
     _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
     __m128 sum = _mm_add_ps(_mm_add_ps(s[0], s[2]), _mm_add_ps(s[1], s[3]));
-    _mm_storeu_ps(a->scores + ((size_t)head + (size_t)h) * a->ld_scores + p, _mm_mul_ps(sum, _mm_set1_ps(a->scale)));
+    _mm_storeu_ps(a->scores + ((size_t)head + (size_t)h) * a->ld_scores + pos, _mm_mul_ps(sum, _mm_set1_ps(a->scale)));
   }
 }
 
@@ -117,7 +117,7 @@ static float simd_sum_exp(const float *x, size_t n, float shift) { /* ops_sum_ex
   return ops_sum_lanes(lane);
 }
 
-ALWAYS_INLINE void simd_softmax(float *s, uint32_t n) { /* ops_softmax */
+static void simd_softmax(float *s, uint32_t n) { /* ops_softmax */
   V sum[VECTORS];
   for (int v = 0; v < VECTORS; v++)
     sum[v] = V_SET1(0.0f);
@@ -138,61 +138,69 @@ ALWAYS_INLINE void simd_softmax(float *s, uint32_t n) { /* ops_softmax */
     s[i] *= inverse;
 }
 
-/* n vectors of the output of n_head heads, in registers over all positions. */
-ALWAYS_INLINE void simd_mix(const AttentionArgs *a, uint32_t head, uint32_t at, const int n, const int n_head) {
-  V out[MIX_HEADS][8];
+/* n vectors of columns, from `at` on, of the output of n_head heads, in registers over all positions. */
+ALWAYS_INLINE void simd_mix_n(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n_pos,
+                              uint32_t head, uint32_t at, const int n, const int n_head) {
+  V sum[MIX_HEADS][8];
+  float *out = a->out + (size_t)head * a->head_dim + at;
   for (int h = 0; h < n_head; h++)
-    for (int v = 0; v < n; v++)
-      out[h][v] = V_SET1(0.0f);
-  const float *scores = a->scores + head * a->ld_scores;
-  const uint16_t *value = a->v + at;
-  for (uint32_t p = 0; p < a->n_pos; p++, value += a->stride)
-    for (int v = 0; v < n; v++) {
-      V x = V_BF16(value + v * V_WIDTH);
+    for (int i = 0; i < n; i++)
+      sum[h][i] = pos ? V_LOAD(out + (size_t)h * a->head_dim + i * V_WIDTH) : V_SET1(0.0f);
+  const float *scores = a->scores + head * a->ld_scores + pos;
+  for (uint32_t p = 0; p < n_pos; p++, v += stride)
+    for (int i = 0; i < n; i++) {
+      V x = V_BF16(v + i * V_WIDTH);
       for (int h = 0; h < n_head; h++)
-        out[h][v] = V_FMA(V_SET1(scores[(size_t)h * a->ld_scores + p]), x, out[h][v]);
+        sum[h][i] = V_FMA(V_SET1(scores[(size_t)h * a->ld_scores + p]), x, sum[h][i]);
     }
   for (int h = 0; h < n_head; h++)
-    for (int v = 0; v < n; v++)
-      V_STORE(a->out + ((size_t)head + (size_t)h) * a->head_dim + at + v * V_WIDTH, out[h][v]);
+    for (int i = 0; i < n; i++)
+      V_STORE(out + (size_t)h * a->head_dim + i * V_WIDTH, sum[h][i]);
 }
 
-ALWAYS_INLINE void simd_mix_all(const AttentionArgs *a, uint32_t head, const int n_head) {
-  uint32_t i = 0;
-  for (; i + 8 * V_WIDTH <= a->head_dim; i += 8 * V_WIDTH)
-    simd_mix(a, head, i, 8, n_head);
-  for (; i + 4 * V_WIDTH <= a->head_dim; i += 4 * V_WIDTH)
-    simd_mix(a, head, i, 4, n_head);
-  for (; i < a->head_dim; i += V_WIDTH)
-    simd_mix(a, head, i, 1, n_head);
+ALWAYS_INLINE void simd_mix_heads(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n,
+                                  uint32_t head, uint32_t c0, uint32_t c1, const int n_head) {
+  uint32_t c = c0;
+  for (; c + 8 * V_WIDTH <= c1; c += 8 * V_WIDTH)
+    simd_mix_n(a, v + (c - c0), stride, pos, n, head, c, 8, n_head);
+  for (; c + 4 * V_WIDTH <= c1; c += 4 * V_WIDTH)
+    simd_mix_n(a, v + (c - c0), stride, pos, n, head, c, 4, n_head);
+  for (; c + 2 * V_WIDTH <= c1; c += 2 * V_WIDTH)
+    simd_mix_n(a, v + (c - c0), stride, pos, n, head, c, 2, n_head);
+  for (; c < c1; c += V_WIDTH)
+    simd_mix_n(a, v + (c - c0), stride, pos, n, head, c, 1, n_head);
 }
 
-static void simd_attention(const AttentionArgs *a) {
+static void simd_mix(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n, uint32_t c0,
+                     uint32_t c1) {
   if (a->head_dim % LANES) {
-    ops_attention(a);
+    ops_mix(a, v, stride, pos, n, c0, c1);
     return;
   }
-  uint32_t p = 0, h;
-  for (; p + SCORES <= a->n_pos; p += SCORES) {
-    for (h = 0; h + SCORE_HEADS <= a->n_head; h += SCORE_HEADS)
-      simd_scores(a, h, p, SCORE_HEADS);
-    for (; h < a->n_head; h++)
-      simd_scores(a, h, p, 1);
-  }
-  for (; p < a->n_pos; p++)
-    for (h = 0; h < a->n_head; h++)
-      a->scores[h * a->ld_scores + p] =
-          ops_dot_bf16(a->q + (size_t)h * a->head_dim, a->k + p * a->stride, a->head_dim) * a->scale;
-  for (h = 0; h < a->n_head; h++)
-    simd_softmax(a->scores + h * a->ld_scores, a->n_pos);
-  for (h = 0; h + MIX_HEADS <= a->n_head; h += MIX_HEADS)
-    simd_mix_all(a, h, MIX_HEADS);
+  uint32_t h = 0;
+  for (; h + MIX_HEADS <= a->n_head; h += MIX_HEADS)
+    simd_mix_heads(a, v, stride, pos, n, h, c0, c1, MIX_HEADS);
   for (; h < a->n_head; h++)
-    simd_mix_all(a, h, 1);
+    simd_mix_heads(a, v, stride, pos, n, h, c0, c1, 1);
+}
+
+static void simd_scores(const AttentionArgs *a, const uint16_t *k, size_t stride, uint32_t pos, uint32_t n) {
+  uint32_t p = 0, h;
+  if (a->head_dim % LANES) {
+    ops_scores(a, k, stride, pos, n);
+    return;
+  }
+  for (; p + SCORES <= n; p += SCORES) {
+    for (h = 0; h + SCORE_HEADS <= a->n_head; h += SCORE_HEADS)
+      simd_scores_n(a, k + p * stride, stride, h, pos + p, SCORE_HEADS);
+    for (; h < a->n_head; h++)
+      simd_scores_n(a, k + p * stride, stride, h, pos + p, 1);
+  }
+  ops_scores(a, k + p * stride, stride, pos + p, n - p);
 }
 
 #define SIMD_OPS_TABLE                                                                                                 \
-  OPS_COMMON, .round = simd_round, .quantize = simd_quantize, .swiglu = simd_swiglu, .attention = simd_attention, .max = simd_max,          \
-              .sum_exp = simd_sum_exp
+  OPS_COMMON, .round = simd_round, .quantize = simd_quantize, .swiglu = simd_swiglu, .scores = simd_scores,     \
+              .softmax = simd_softmax, .mix = simd_mix, .max = simd_max, .sum_exp = simd_sum_exp
 
 #endif

@@ -19,6 +19,7 @@ from pycass.file import CassFile, config_of
 from pycass.tokenizer import StopMatcher, Tokenizer
 
 _SPEC_MODES = {"off": lib.PYCASS_SPEC_OFF, "on": lib.PYCASS_SPEC_ON, "auto": lib.PYCASS_SPEC_AUTO}
+KV_CODECS = {n: getattr(lib, f"PYCASS_KV_{n.upper()}") for n in ("auto", "raw", "nest", "cass1", "cass2")}
 _MAX_STEP = 32  # tokens of one step: 31 guessed and one more
 _PROMPT_PIECE = 512  # tokens of a prompt between two looks for an interrupt
 
@@ -128,6 +129,7 @@ class Model:
         mlock: bool = False,
         rope_scaling: dict | None = None,
         draft_full: Sequence[str] = (),
+        kv: str = "auto",
     ) -> "Model":
         """Loads a `.cass` file; `pycass.pull.resolve` gives one for a name, a GGUF file or a Hugging Face folder.
 
@@ -136,6 +138,8 @@ class Model:
         mmap: map the file, which shares its memory with other processes, or read it into huge pages, which are
         faster; None: map it and, if there is room, move it to huge pages in the background.
         rope_scaling: replaces the file's, in transformers' terms: {"rope_type": "yarn", "factor": 4.0, ...}.
+        kv: how older keys and values are kept: "raw" (BF16), "nest" (lossless), "cass1" (lossless, slow), "cass2"
+        (near-lossless, slow); "auto": nest once the context is long.
         draft_full: names of tensors that the draft reads as the target does, * and ? standing for others (fnmatch).
         """
         path, keep = _path(path), []
@@ -157,7 +161,7 @@ class Model:
             text = pool.submit(_read_text, path)
             check(lib.pycass_model_load(os.fsencode(path), options, out), path)
             model = ffi.gc(out[0], lib.pycass_model_free)
-            session = _new_session(model, n_ctx, threads, threads_batch, batch_size)
+            session = _new_session(model, n_ctx, threads, threads_batch, batch_size, kv)
             return cls(model, session, path, *text.result())
 
     # ---- text and tokens ----
@@ -287,9 +291,18 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes allocated for the KV cache."""
+        """Bytes that hold the KV cache of the session's tokens."""
         with self._lock:
             return lib.pycass_session_kv_bytes(self._handle())
+
+    def kv_stats(self) -> dict:
+        """The KV cache: `plain` positions in BF16, `encoded` ones, the latter's `encoded_bytes` and `draft_bytes`, which the
+        draft reads of them, and all `bytes`."""
+        with self._lock:
+            session, s = self._handle(), ffi.new("pycass_kv_stats *")
+            lib.pycass_session_kv_stats(session, s)
+            found = {name: getattr(s, name) for name, _ in ffi.typeof("pycass_kv_stats").fields}
+            return {**found, "bytes": lib.pycass_session_kv_bytes(session)}
 
     def close(self) -> None:
         """Frees the session and the map; further use is an error."""
@@ -568,7 +581,9 @@ def _uint32(value, name: str) -> int:
     return value
 
 
-def _new_session(model, n_ctx, threads, threads_batch, batch_size):
+def _new_session(model, n_ctx, threads, threads_batch, batch_size, kv):
+    if kv not in KV_CODECS:
+        raise InvalidArgument(f"kv = {kv!r} is not one of {', '.join(KV_CODECS)}")
     options = ffi.new(
         "pycass_session_options *",
         {
@@ -576,6 +591,7 @@ def _new_session(model, n_ctx, threads, threads_batch, batch_size):
             "n_threads": _uint32(threads, "threads"),
             "n_threads_batch": _uint32(threads_batch, "threads_batch"),
             "n_batch": _uint32(batch_size, "batch_size"),
+            "kv": KV_CODECS[kv],
         },
     )
     out = ffi.new("pycass_session **")

@@ -274,6 +274,24 @@ static void check_vectors(const Kernels *k, uint32_t n) {
   free(x), free(y), free(want), free(got), free(w), free(w2);
 }
 
+/* All of attention, the positions and columns in pieces of random size. */
+static void by_pieces(const Kernels *k, AttentionArgs a, const uint16_t *keys, const uint16_t *values, size_t stride,
+                      uint32_t n_pos) {
+  for (uint32_t p = 0, n; p < n_pos; p += n) {
+    n = 1 + random_below(n_pos - p);
+    k->scores(&a, keys + p * stride, stride, p, n);
+  }
+  for (uint32_t h = 0; h < a.n_head; h++)
+    k->softmax(a.scores + h * a.ld_scores, n_pos);
+  for (uint32_t c0 = 0, c1; c0 < a.head_dim; c0 = c1) {
+    c1 = a.head_dim % 16 ? a.head_dim : c0 + 16 * (1 + random_below((a.head_dim - c0) / 16));
+    for (uint32_t p = 0, n; p < n_pos; p += n) {
+      n = 1 + random_below(n_pos - p);
+      k->mix(&a, values + p * stride + c0, stride, p, n, c0, c1);
+    }
+  }
+}
+
 static void check_attention(const Kernels *k, uint32_t n_pos, uint32_t head_dim) {
   uint32_t n_head = 1 + random_below(9);
   size_t stride = head_dim * 2, n = (n_pos - 1) * stride + head_dim, n_out = (size_t)n_head * head_dim;
@@ -284,20 +302,47 @@ static void check_attention(const Kernels *k, uint32_t n_pos, uint32_t head_dim)
   float *q = malloc(n_out * sizeof *q), *want = malloc(n_out * sizeof *q), *got = malloc(n_out * sizeof *q);
   float *scores = malloc(n_scores * sizeof *scores);
   fill(q, n_out, false);
-  AttentionArgs args = {.q = q, .k = keys, .v = values, .stride = stride, .n_head = n_head, .n_pos = n_pos,
-                        .head_dim = head_dim, .scale = 1.0f / sqrtf((float)head_dim), .scores = scores,
-                        .ld_scores = ld_scores, .out = want};
-  scalar->attention(&args);
+  AttentionArgs args = {.q = q, .n_head = n_head, .head_dim = head_dim, .scale = 1.0f / sqrtf((float)head_dim),
+                        .scores = scores, .ld_scores = ld_scores, .out = want};
+  scalar->scores(&args, keys, stride, 0, n_pos);
+  for (uint32_t h = 0; h < n_head; h++)
+    scalar->softmax(scores + h * ld_scores, n_pos);
+  scalar->mix(&args, values, stride, 0, n_pos, 0, head_dim);
   args.out = got;
-  k->attention(&args);
+  by_pieces(k, args, keys, values, stride, n_pos);
   CHECK(same_floats(want, got, n_out), "%s, attention, %u heads of %u, %u positions", k->name, n_head, head_dim, n_pos);
   for (uint32_t h = 0; h < n_head; h++) { /* a head alone */
     AttentionArgs one = args;
     one.n_head = 1, one.q += (size_t)h * head_dim, one.out += (size_t)h * head_dim;
-    k->attention(&one);
+    by_pieces(k, one, keys, values, stride, n_pos);
   }
   CHECK(same_floats(want, got, n_out), "%s, attention, heads one by one, %u positions", k->name, n_pos);
   free(keys), free(values), free(q), free(want), free(got), free(scores);
+}
+
+/* Blocks of a KV cache: what was encoded comes back, and every set has the same words of every view. */
+static void check_columns(const Kernels *k, int kind, uint32_t n_channel, bool top) {
+  size_t tiles = (n_channel + 15) / 16, stride = n_channel + random_below(3), ld = 16 * tiles + random_below(3);
+  uint16_t *v = malloc(64 * stride * 2), *want = calloc(64 * ld, 2), *got = calloc(64 * ld, 2);
+  for (size_t i = 0; i < 64 * stride; i++)
+    v[i] = random_weight(kind);
+  uint8_t *a = malloc(512 * tiles), *x = malloc(16 * tiles), *b = malloc(768 * tiles);
+  uint8_t *side = calloc(1, nest_columns_bound(tiles) + 128);
+  size_t size = nest_encode_columns(v, stride, n_channel, top, a, x, b, side);
+  CHECK(size <= nest_columns_bound(tiles), "%s: %zu bytes", kind_name[kind], size);
+  Matrix w = matrix_shape(PYCASS_CODEC_NEST, n_channel, 64);
+  w.a = a, w.x = x, w.b = b, w.side = side;
+  for (int view = NEST_EXACT; view <= NEST_CELLS_B; view++)
+    for (size_t t0 = 0; t0 < tiles; t0++) {
+      nest_columns(&w, t0, tiles, (NestView)view, want, ld);
+      k->nest_columns(&w, t0, tiles, (NestView)view, got, ld);
+      for (size_t p = 0; p < 64; p++) {
+        CHECK(memcmp(want + p * ld, got + p * ld, 32 * (tiles - t0)) == 0, "%s: %s, view %d", k->name, kind_name[kind], view);
+        CHECK(view != NEST_EXACT || t0 || memcmp(want + p * ld, v + p * stride, 2 * n_channel) == 0, "%s: other bits",
+              kind_name[kind]);
+      }
+    }
+  free(v), free(want), free(got), free(a), free(x), free(b), free(side);
 }
 
 static void check_quantize(const Kernels *k, uint32_t m, uint32_t n_group, int kind) {
@@ -335,6 +380,9 @@ static void test_ops(const Kernels *k) {
   for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
     check_attention(k, 1 + random_below(70), dims[i]);
   check_attention(k, 1003, 128), check_attention(k, 4001, 64);
+  for (int kind = 0; kind < N_KIND; kind++)
+    for (uint32_t n_channel = 1; n_channel < 100; n_channel += 1 + random_below(30))
+      check_columns(k, kind, n_channel, kind % 2);
   for (int kind = 0; kind < 5; kind++)
     check_quantize(k, 3, 1 + random_below(9), kind);
 }

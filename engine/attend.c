@@ -1,0 +1,157 @@
+/* Attention: scores of all positions, softmax, mix of the values. A few tokens go through the cache together, so that an encoded
+ * block is decoded once for all of them. Where there is little to see, a thread does all three for a KV head; where there is
+ * much, all threads share the positions of the scores and then the columns of the mix. No result depends on that. */
+#include "attend.h"
+
+#include <math.h>
+
+enum { TOKENS = 8, COLUMNS = 32, LITTLE = 768 }; /* tokens together; columns of a piece of the mix; positions */
+
+/* A few tokens, and heads that share a KV head. */
+typedef struct Work {
+  const Pass *p;
+  uint32_t layer, token, n_token, kv_head, head, n_head;
+  float *scores;      /* [n_token][n_head][ld] */
+  size_t ld;
+  uint16_t *scratch;  /* the thread's, for decoded rows */
+} Work;
+
+static uint32_t group_of(const pycass_config *c) { return c->n_head / c->n_head_kv; }
+static size_t little_ld(void) { return LITTLE + 64; }
+
+size_t attend_scores_size(const pycass_config *c, uint32_t n_ctx, uint32_t n_threads) {
+  size_t apart = (size_t)n_threads * TOKENS * group_of(c) * little_ld();
+  size_t together = (size_t)TOKENS * c->n_head * round_up((size_t)n_ctx + 16, 64);
+  return apart > together ? apart : together;
+}
+
+/* Positions that a token of the work sees. */
+static uint32_t seen(const Work *w, uint32_t t) { return w->p->pos + w->token + t + 1; }
+static uint32_t pieces(const Work *w) { return (seen(w, w->n_token - 1) + KV_BLOCK - 1) / KV_BLOCK; }
+
+static AttentionArgs args_of(const Work *w, uint32_t t) {
+  const pycass_config *c = &w->p->model->config;
+  size_t at = (size_t)(w->token + t) * w->p->state->ld_q + (size_t)w->head * c->head_dim;
+  return (AttentionArgs){.q = w->p->state->q + at,
+                         .n_head = w->n_head,
+                         .head_dim = c->head_dim,
+                         .scale = 1.0f / sqrtf((float)c->head_dim),
+                         .scores = w->scores + (size_t)t * w->n_head * w->ld,
+                         .ld_scores = w->ld,
+                         .out = w->p->state->att + at};
+}
+
+/* Of a block's positions those that a token sees. */
+static uint32_t in_block(const Work *w, uint32_t t, uint32_t block) {
+  uint32_t n = seen(w, t), first = block * KV_BLOCK;
+  return n <= first ? 0 : n - first < KV_BLOCK ? n - first : KV_BLOCK;
+}
+
+static KvRows rows_of(const Work *w, int which, uint32_t block, uint32_t c0, uint32_t c1) {
+  return kv_rows(w->p->kv, w->p->model->kernels, w->layer, w->kv_head, which, block, w->p->draft, c0, c1, w->scratch);
+}
+
+static void score(const Work *w, uint32_t block) {
+  KvRows keys = rows_of(w, KV_KEYS, block, 0, w->p->model->config.head_dim);
+  for (uint32_t t = 0; t < w->n_token; t++) {
+    AttentionArgs a = args_of(w, t);
+    uint32_t n = in_block(w, t, block);
+    if (n)
+      w->p->model->kernels->scores(&a, keys.row, keys.stride, block * KV_BLOCK, n);
+  }
+}
+
+static void mix(const Work *w, uint32_t c0, uint32_t c1) {
+  for (uint32_t block = 0; block < pieces(w); block++) {
+    KvRows values = rows_of(w, KV_VALUES, block, c0, c1);
+    for (uint32_t t = 0; t < w->n_token; t++) {
+      AttentionArgs a = args_of(w, t);
+      uint32_t n = in_block(w, t, block);
+      if (n)
+        w->p->model->kernels->mix(&a, values.row, values.stride, block * KV_BLOCK, n, c0, c1);
+    }
+  }
+}
+
+static void soften(const Work *w, uint32_t t, uint32_t head) {
+  w->p->model->kernels->softmax(w->scores + ((size_t)t * w->n_head + head) * w->ld, seen(w, t));
+}
+
+/* ---- one thread for a KV head, or for some of its heads ------------------------------------------ */
+
+static void attend_apart(Work w, uint32_t thread, uint32_t n_threads) {
+  const pycass_config *c = &w.p->model->config;
+  uint32_t chunks = (w.p->n + TOKENS - 1) / TOKENS, group = group_of(c), parts = 1;
+  while (parts < group && (uint64_t)chunks * c->n_head_kv * parts < 2 * (uint64_t)n_threads)
+    parts++; /* to give every thread some */
+  uint32_t together = (group + parts - 1) / parts;
+  parts = (group + together - 1) / together;
+  w.scores += (size_t)thread * TOKENS * group * little_ld(), w.ld = little_ld();
+  for (uint32_t unit = thread; unit < chunks * c->n_head_kv * parts; unit += n_threads) {
+    uint32_t first = unit % parts * together;
+    w.token = unit / parts / c->n_head_kv * TOKENS, w.n_token = (uint32_t)min_size(TOKENS, w.p->n - w.token);
+    w.kv_head = unit / parts % c->n_head_kv, w.head = w.kv_head * group + first;
+    w.n_head = (uint32_t)min_size(together, group - first);
+    for (uint32_t block = 0; block < pieces(&w); block++)
+      score(&w, block);
+    for (uint32_t i = 0; i < w.n_token * w.n_head; i++)
+      soften(&w, i / w.n_head, i % w.n_head);
+    mix(&w, 0, c->head_dim);
+  }
+}
+
+/* ---- all threads for a few tokens ---------------------------------------------------------------- */
+
+static Work with_head(Work w, uint32_t kv_head) {
+  w.kv_head = kv_head, w.head = kv_head * w.n_head;
+  w.scores += (size_t)kv_head * TOKENS * w.n_head * w.ld;
+  return w;
+}
+
+typedef struct Share {
+  uint32_t from, to;
+} Share;
+
+static Share share_of(uint32_t n, uint32_t thread, uint32_t n_threads) {
+  return (Share){(uint32_t)((uint64_t)n * thread / n_threads), (uint32_t)((uint64_t)n * (thread + 1) / n_threads)};
+}
+
+static void attend_together(Work w, uint32_t thread, uint32_t n_threads) {
+  const pycass_config *c = &w.p->model->config;
+  /* cass blocks are decoded by rows, whatever columns are wanted */
+  uint32_t width = w.p->kv->codec >= PYCASS_KV_CASS1 ? c->head_dim : COLUMNS, n_column = (c->head_dim + width - 1) / width;
+  w.n_head = group_of(c), w.ld = w.p->state->ld_scores;
+  for (w.token = 0; w.token < w.p->n; w.token += TOKENS) {
+    w.n_token = (uint32_t)min_size(TOKENS, w.p->n - w.token);
+    Share s = share_of(c->n_head_kv * pieces(&w), thread, n_threads);
+    for (uint32_t i = s.from; i < s.to; i++) {
+      Work one = with_head(w, i / pieces(&w));
+      score(&one, i % pieces(&w));
+    }
+    pool_barrier(w.p->pool);
+    s = share_of(c->n_head * w.n_token, thread, n_threads);
+    for (uint32_t i = s.from; i < s.to; i++) {
+      Work one = with_head(w, i / w.n_token / w.n_head);
+      soften(&one, i % w.n_token, i / w.n_token % w.n_head);
+    }
+    pool_barrier(w.p->pool);
+    s = share_of(c->n_head_kv * n_column, thread, n_threads);
+    for (uint32_t i = s.from; i < s.to; i++) {
+      Work one = with_head(w, i / n_column);
+      uint32_t c0 = i % n_column * width;
+      mix(&one, c0, (uint32_t)min_size(c0 + width, c->head_dim));
+    }
+    pool_barrier(w.p->pool);
+  }
+}
+
+void attend(const Pass *p, uint32_t layer, uint32_t thread, uint32_t n_threads) {
+  State *s = p->state;
+  Work w = {.p = p, .layer = layer, .scores = s->scores, .scratch = s->kv_rows + (size_t)thread * KV_BLOCK * s->ld_head};
+  if (p->pos + p->n > LITTLE) {
+    attend_together(w, thread, n_threads);
+    return;
+  }
+  attend_apart(w, thread, n_threads);
+  pool_barrier(p->pool);
+}
