@@ -408,8 +408,10 @@ static void sink_init(Sink *s, uint8_t *start, uint64_t bitmaps, uint64_t expone
   s->queue[CASS_MANTISSA].blocks = UINT64_MAX;
 }
 
+static uint32_t n_pruned(const pycass_cass_params *p, uint64_t cols) { return (uint32_t)((double)p->prune * (double)cols + 0.5); }
+
 static void choose_kept(Encoder *e, const float *norms) {
-  uint32_t count = (uint32_t)((double)e->params->prune * e->cols + 0.5);
+  uint32_t count = n_pruned(e->params, e->cols);
   for (uint32_t r = 0; r < e->rows; r++) {
     make_keys(e->w + (size_t)r * e->cols, norms, e->cols, e->key);
     select_kept(e->key, e->cols, count, e->kept + (size_t)r * e->n_group);
@@ -508,7 +510,7 @@ pycass_status pycass_cass_encode(pycass_codec codec, const pycass_cass_params *p
   size_t heads[2] = {round_up(CASS_HEADER + table_size((rows + 15) / 16), CASS_ALIGN),
                      round_up(table_size((rows + 15) / 16), CASS_ALIGN)};
   uint8_t *part[2] = {spec, ver}, *end[2] = {spec + heads[0], ver + heads[1]};
-  uint32_t pruned = (uint32_t)((double)p->prune * (double)cols + 0.5);
+  uint32_t pruned = n_pruned(p, cols);
   memset(spec, 0, heads[0]), memset(ver, 0, heads[1]);
   spec[0] = (uint8_t)p->mantissa_bits, spec[1] = (uint8_t)((p->half ? CASS_HALF : 0) | (p->pruned_raw ? CASS_RAW : 0));
   memcpy(spec + 4, &pruned, 4);

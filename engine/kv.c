@@ -162,6 +162,21 @@ void kv_encoded(KvCache *kv, bool done) {
 
 /* ---- reading ------------------------------------------------------------------------------------ */
 
+/* All rows of a block. */
+static void cass_rows(const Matrix *m, const Kernels *kernels, uint16_t *out, size_t stride) {
+  for (uint32_t block = 0; block < m->n_block; block++, out += NEST_ROWS * stride) {
+    CassReader reader;
+    cass_reader_init(&reader, m, block);
+    for (uint32_t g = 0; g < m->n_group; g++) {
+      TileWords tile;
+      kernels->cass_next_tile(&reader, tile);
+      for (uint32_t k = 0; k < NEST_COLS && g * NEST_COLS + k < m->cols; k++)
+        for (uint32_t r = 0; r < NEST_ROWS; r++)
+          out[r * stride + g * NEST_COLS + k] = tile[k / 8 * 2 + k % 2][tile_word(r, k % 8 / 2)];
+    }
+  }
+}
+
 KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32_t head, int which, uint32_t block, bool draft,
                uint32_t c0, uint32_t c1, uint16_t *scratch) {
   if (block >= kv->encoded / KV_BLOCK || block == kv->exposed) {
@@ -179,8 +194,8 @@ KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32
   }
   Matrix m = matrix_shape(cass_codec(kv), KV_BLOCK, kv->head_dim);
   m.spec = first, m.ver = draft ? NULL : rest;
-  cass_bits(&m, 0, KV_BLOCK, scratch);
-  return (KvRows){scratch + c0, kv->head_dim};
+  cass_rows(&m, kernels, scratch, stride);
+  return (KvRows){scratch + c0, stride};
 }
 
 void kv_round(const KvCache *kv, uint16_t *row) {
@@ -190,7 +205,7 @@ void kv_round(const KvCache *kv, uint16_t *row) {
 
 /* Decodes rows [from, to) of an encoded block of a head, exact, into out [..][head_dim]. */
 static void exact_rows(const KvCache *kv, uint32_t layer, uint32_t head, int which, uint32_t from, uint32_t to, uint16_t *out) {
-  static const Kernels scalar = {.nest_columns = nest_columns};
+  static const Kernels scalar = {.nest_columns = nest_columns, .cass_next_tile = cass_next_tile};
   uint16_t scratch[KV_BLOCK * 1024]; /* format.c: head_dim is at most 1024 */
   KvRows r = kv_rows(kv, &scalar, layer, head, which, from / KV_BLOCK, false, 0, kv->head_dim, scratch);
   for (uint32_t p = from; p < to; p++, out += kv->head_dim)

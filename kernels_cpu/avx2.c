@@ -358,6 +358,8 @@ static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_
   raw_words(padded[0], NEST_COLS, out);
 }
 
+#include "avx2_cass.h"
+
 /* reader: at tile t, of a cass matrix. */
 static void product_tile(const Matrix *w, size_t t, CassReader *reader, Tile *out) {
   if (w->codec == PYCASS_CODEC_NEST) {
@@ -366,7 +368,7 @@ static void product_tile(const Matrix *w, size_t t, CassReader *reader, Tile *ou
   }
   no_units(out->unit);
   if (matrix_is_cass(w))
-    cass_next_tile(reader, out->words);
+    set_cass_next_tile(reader, out->words);
   else
     set_raw_decode_tile(w, t, out->words);
 }
@@ -643,7 +645,7 @@ static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *
 const Kernels kernels_avx2 = {.name = "avx2",
                               .nest_decode_tile = set_nest_decode_tile,
                               .nest_columns = nest_columns,
-                              .cass_next_tile = cass_next_tile,
+                              .cass_next_tile = set_cass_next_tile,
                               .matmul = set_matmul,
                               .matmul_draft = set_matmul_draft,
                               SIMD_OPS_TABLE};

@@ -102,5 +102,5 @@ static void matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *acts
 }
 
 const Kernels kernels_scalar = {
-    .name = "scalar", .nest_decode_tile = nest_decode_tile, .cass_next_tile = cass_next_tile, .matmul = matmul,
-    .matmul_draft = matmul_draft, OPS_TABLE};
+    .name = "scalar", .nest_decode_tile = nest_decode_tile, .cass_next_tile = cass_next_tile,
+    .nest_columns = nest_columns, .matmul = matmul, .matmul_draft = matmul_draft, OPS_TABLE};

@@ -44,6 +44,19 @@ static void check_product(const Case *t, const char *what, uint32_t m) {
   free(x), free(y), free(part);
 }
 
+/* Tiles that come in turn only are left to AVX-512, in its order. */
+static void check_cass(const Kernels *avx512, uint32_t m) {
+  pycass_cass_params params = {0.4f, 3, 1, 0};
+  Case t = case_make_cass(PYCASS_CODEC_CASS1, &params, GAUSS, 40, 300);
+  size_t n = (size_t)m * 48;
+  float *x = random_acts(m, 300, 320), *want = malloc(n * sizeof *want), *got = malloc(n * sizeof *got);
+  Acts acts = acts_of(avx512, x, 320, m, &t.w);
+  avx512->matmul(want, 48, &t.w, &acts, m, 0, 3), kernels_amx.matmul(got, 48, &t.w, &acts, m, 0, 3);
+  CHECK(same_floats(want, got, n), "cass1, m = %u", m);
+  free(x), free(want), free(got), acts_free(&acts);
+  case_free(&t);
+}
+
 int main(void) {
   const Kernels *k;
   flush_denormals();
@@ -67,6 +80,7 @@ int main(void) {
   Case wide = case_make(PYCASS_CODEC_NEST, GAUSS, 20, 64 * 40); /* several passes for one token, too */
   check_product(&wide, "wide", 3), check_product(&wide, "wide", 66);
   case_free(&wide);
+  check_cass(k, 1), check_cass(k, 70);
   printf("ok\n");
   return 0;
 }

@@ -149,6 +149,32 @@ static void test_rounding(void) {
       pycass_cass2_round(again, 1, 2);
       CHECK(memcmp(again, w, 4) == 0, "rounding %04x twice", i);
     }
+  for (uint32_t i = 0; i < 65536; i++) /* alone it keeps everything, and denormals among denormals do too */
+    if (i < 128 || (i >> 7 & 255)) {
+      uint16_t w[2] = {(uint16_t)i, 3};
+      pycass_cass2_round(w, 1, i < 128 ? 2 : 1);
+      CHECK(w[0] == i && w[1] == 3, "%04x became %04x", i, w[0]);
+    }
+}
+
+/* Equal scores, NaN of all kinds among them: the first ones are pruned. */
+static void test_ties(void) {
+  pycass_cass_params params = {0.5f, 7, 0, 0};
+  for (int kind = 0; kind < 3; kind++) {
+    Case t = encode(CASS1, params, TRAINED, 1, 70, false);
+    pycass_cass_sizes bound;
+    pycass_cass_bound(1, 70, &bound);
+    free(t.spec), free(t.ver), t.spec = malloc(bound.speculation_bound), t.ver = malloc(bound.verification_bound);
+    for (uint32_t k = 0; k < 70; k++)
+      t.w[k] = (uint16_t)(kind == 0 ? 0x3f80 : kind == 1 ? 0x7fffu - k : k < 20 ? 0x7fff - k : k < 60 ? 0x4000 : 0x3f00);
+    CHECK(pycass_cass_encode(CASS1, &params, t.w, 1, 70, NULL, t.spec, &t.spec_size, t.ver, &t.ver_size, NULL) == PYCASS_OK,
+          "%s", pycass_error_detail());
+    uint16_t *draft = decode(&t, true);
+    for (uint32_t k = 0; k < 70; k++)
+      CHECK((draft[k] == 0) == (kind < 2 ? k < 35 : (k >= 20 && k < 45) || k >= 60), "case %d, column %u: %04x", kind, k, draft[k]);
+    free(draft);
+    case_free(&t);
+  }
 }
 
 /* ---- sizes and arguments --------------------------------------------------------------------------------- */
@@ -231,6 +257,31 @@ static void test_truncated(const Case *t) {
     CHECK(try_decode(t, t->spec_size, n) == PYCASS_ERR_CORRUPT, "verification data of %zu bytes of %zu", n, t->ver_size);
 }
 
+/* What single bits seldom hit. */
+static void test_headers(void) {
+  for (int c = 0; c < 2; c++) {
+    pycass_codec codec = c ? CASS2 : CASS1;
+    Case t = encode(codec, (pycass_cass_params){0.4f, 3, 1, 0}, TRAINED, 33, 100, false);
+    const struct {
+      size_t at;
+      uint32_t value;
+    } bad[] = {{0, 8}, {0, 3 | 4 << 8}, {0, 3 | 2 << 8}, {0, 3 | 1 << 16}, {4, 101}, {8, 1}, {60, 1u << 31}, {64, 1}, {64 + 60, 0}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+      uint32_t was = load_u32(t.spec + bad[i].at);
+      bool fine = codec == CASS1 && i == 2; /* flag raw, which cass2 has not */
+      put_u32(t.spec + bad[i].at, bad[i].value);
+      CHECK((try_decode(&t, t.spec_size, t.ver_size) == PYCASS_OK) == fine, "codec %d, change %zu", (int)codec, i);
+      put_u32(t.spec + bad[i].at, was);
+    }
+    uint8_t *longer = calloc(t.ver_size + 64, 1);
+    memcpy(longer, t.ver, t.ver_size);
+    free(t.ver), t.ver = longer;
+    CHECK(try_decode(&t, t.spec_size, t.ver_size + 64) == PYCASS_ERR_CORRUPT, "a longer part");
+    CHECK(try_decode(&t, t.spec_size, t.ver_size) == PYCASS_OK, "the same part");
+    case_free(&t);
+  }
+}
+
 /* Every byte of tables and headers, many of the rest, changed; then noise. */
 static void test_damaged(Case *t) {
   uint32_t n_block = (t->rows + 15) / 16, refused = 0;
@@ -258,9 +309,11 @@ int main(void) {
   test_random();
   test_sizes_around_a_tile();
   test_rounding();
+  test_ties();
   test_trained_sizes();
   test_longest();
   test_arguments();
+  test_headers();
   for (int i = 0; i < 24; i++) {
     Case t = random_case(i % 2 ? CASS1 : CASS2);
     test_truncated(&t);
