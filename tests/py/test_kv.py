@@ -174,7 +174,7 @@ def test_bytes(tiny_model):
     s = model.kv_stats()
     assert s["encoded"] == 1344 and s["plain"] == 56 and s["bytes"] == 56 * plain + s["encoded_bytes"]
     assert s["encoded_bytes"] < 0.80 * 1344 * plain  # small heads: tables and padding weigh more than on real ones
-    assert s["draft_bytes"] < 0.46 * 1344 * plain
+    assert s["draft_bytes"] < 0.48 * 1344 * plain
     assert model.generate(text("llama3_rope", 20), 5, ignore_eos=True).usage.kv_bytes == 24 * plain
 
 
