@@ -84,6 +84,7 @@ def load_model(name, o, console):
         kernel=o["kernel"],
         mmap=o["mmap"],
         mlock=o["mlock"],
+        kv=options.kv_of(o),
         **({"rope_scaling": scaling} if scaling else {}),
     )
     if o.get("no_warmup"):

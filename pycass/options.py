@@ -64,10 +64,22 @@ def _cpu_only(ctx, param, value):
     return value
 
 
-def _bf16_only(ctx, param, value):
-    if value.lower() != "bf16":
-        raise click.BadParameter("the KV cache is bf16 in this version; no other type is supported yet")
-    return value
+KV_KINDS = ("auto", "raw", "nest", "cass1", "cass2")
+
+
+def _kv(ctx, param, value):
+    kind = value and {"bf16": "raw"}.get(value.lower(), value.lower())
+    if kind and kind not in KV_KINDS:
+        raise click.BadParameter(f"{value!r} is not one of {', '.join(KV_KINDS)}; bf16 is the same as raw")
+    return kind
+
+
+def kv_of(o):
+    """How the KV cache is kept; keys and values alike."""
+    given = {o[name] for name in ("kv", "cache_type_k", "cache_type_v") if o[name]}
+    if len(given) > 1:
+        raise click.UsageError(f"keys and values are kept alike: {' and '.join(sorted(given))} exclude each other")
+    return given.pop() if given else "auto"
 
 
 def _bias(ctx, param, values):
@@ -108,9 +120,11 @@ model = stack(
            help="The base (theta) for --rope-scaling, if the file does not tell it."),
     option("-ngl", "--n-gpu-layers", "--gpu-layers", type=int, default=0, callback=_cpu_only, metavar="N",
            help="Only 0: this version computes on the CPU."),
-    option("-ctk", "--cache-type-k", default="bf16", callback=_bf16_only, metavar="TYPE", help="Only bf16 so far."),
-    option("-ctv", "--cache-type-v", default="bf16", callback=_bf16_only, metavar="TYPE", help="Only bf16 so far."),
-    option("--kv", default="bf16", callback=_bf16_only, metavar="TYPE", help="Only bf16 so far."),
+    option("--kv", default=None, callback=_kv, metavar="TYPE",
+           help="How older keys and values are kept: raw (BF16), nest (lossless, smaller), cass1 (lossless, slow), cass2 "
+                "(near-lossless, slow), auto (nest once the context is long). Default: auto."),
+    option("-ctk", "--cache-type-k", default=None, callback=_kv, metavar="TYPE", help="The same as --kv."),
+    option("-ctv", "--cache-type-v", default=None, callback=_kv, metavar="TYPE", help="The same as --kv."),
     option("--no-warmup", is_flag=True, help="Accepted; there is no warm-up to skip."),
 )  # fmt: skip
 

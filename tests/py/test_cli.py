@@ -175,6 +175,7 @@ def test_thinking_apart(pycass):
         (["run", "m", "-p", "x", "--bogus"], "--bogus"),
         (["run", "m", "-p", "x", "-ngl", "99"], "CPU only"),
         (["run", "m", "-p", "x", "-ctk", "q8_0"], "bf16"),
+        (["run", "m", "-p", "x", "-ctk", "nest", "-ctv", "raw"], "kept alike"),
         (["run", "m", "-p", "x", "--kv", "q4"], "bf16"),
         (["run", "m", "-p", "x", "-l", "nonsense"], "ID+BIAS"),
         (["run", "m", "-p", "x", "--spec", "maybe"], "maybe"),
