@@ -1,0 +1,187 @@
+"""Measuring a model's draft: how often it is right, and what its passes and the target's cost. For study and tune."""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .bench import prompt_ids
+from .file import CassFile
+
+LONGEST = 16  # tokens of a draft
+
+# ---- what passes owe ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Owed:
+    """Bytes of weights that a pass reads, and bytes of cache for every token before it; bits per weight, of matrices."""
+
+    draft: int
+    target: int
+    cache_per_token: int
+    weights: int
+    draft_bits: float
+    target_bits: float
+
+
+def owed(path, draft_full: Sequence[str] = ()) -> Owed:
+    """What passes of a file owe; draft_full: patterns of tensors that the draft reads wholly. An embedding that is not
+    the output matrix too is not counted: a pass reads a row of it."""
+    with CassFile(path) as f:
+        c = f.config
+        read = [t for t in f.tensors.values() if c.tied_embedding or t.name != "model.embed_tokens.weight"]
+    draft = target = matrix_draft = matrix_target = weights = 0
+    for t in read:
+        n = math.prod(int(s) for s in t.shape)
+        whole = int(t.speculation_bytes + t.verification_bytes)
+        if len(t.shape) == 1:
+            draft, target = draft + 2 * n, target + 2 * n
+            continue
+        part = whole if any(fnmatch.fnmatchcase(t.name, p) for p in draft_full) else int(t.speculation_bytes)
+        weights, matrix_draft, matrix_target = weights + n, matrix_draft + part, matrix_target + whole
+    return Owed(
+        draft + matrix_draft, target + matrix_target, 4 * c.n_layer * c.n_head_kv * c.head_dim, weights,
+        8 * matrix_draft / weights, 8 * matrix_target / weights,
+    )  # fmt: skip
+
+
+# ---- how often the draft is right -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the model's own greedy answer, as token ids."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def answers(model, prompts: Sequence[str], n: int, tick=lambda: None) -> list[Text]:
+    """The model's greedy answers of n tokens, past end tokens, through its chat template. tick() after each."""
+    found = []
+    for text in prompts:
+        ids = prompt_ids(model, text)
+        model.reset()
+        found.append(Text(ids, list(model.generate(ids, max_tokens=n, ignore_eos=True, spec="auto").token_ids)))
+        tick()
+    return found
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Over `positions` tokens of answers: how often the draft's most likely token is the target's; the mean of
+    sum(min(p, q)), the acceptance of rejection sampling at temperature 1; and how often the target's is the answer's
+    (1 unless the file changes the model)."""
+
+    positions: int
+    greedy: float
+    sampled: float
+    target: float
+
+
+def agreement(model, texts: Sequence[Text], tick=lambda: None) -> Agreement:
+    """Teacher-forced: at every position both see the same tokens, the texts'."""
+    total = np.zeros(4)
+    for t in texts:
+        ids = (t.prompt + t.answer)[:-1]
+        rows = slice(len(t.prompt) - 1, None)
+        target = model.logits(ids)[rows]
+        draft = model.draft_logits(ids)[rows]
+        best = target.argmax(1)
+        overlap = np.minimum(_softmax(target), _softmax(draft)).sum()
+        total += len(t.answer), (best == draft.argmax(1)).sum(), overlap, (best == np.asarray(t.answer)).sum()
+        tick()
+    n = int(total[0])
+    return Agreement(n, *(float(x) / n for x in total[1:]))
+
+
+def _softmax(logits):
+    x = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return x / x.sum(axis=1, keepdims=True)
+
+
+# ---- what steps bring and cost --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a fixed draft length: prefixes[n] of them accepted n tokens. Milliseconds of a draft pass and of a
+    verification of length + 1 tokens."""
+
+    prefixes: tuple[int, ...]
+    draft_ms: float
+    verify_ms: float
+
+    @property
+    def length(self) -> int:
+        """Tokens drafted in a step."""
+        return len(self.prefixes) - 1
+
+    def __add__(self, other):
+        a, b = sum(self.prefixes), sum(other.prefixes)
+        if not a or not b:
+            return self if a else other
+
+        def mean(x, y):
+            return (a * x + b * y) / (a + b)
+
+        prefixes = tuple(x + y for x, y in zip(self.prefixes, other.prefixes, strict=True))
+        return Steps(prefixes, mean(self.draft_ms, other.draft_ms), mean(self.verify_ms, other.verify_ms))
+
+
+def steps(model, prompt: Sequence[int], n: int, length: int) -> Steps:
+    """Generates n tokens greedily with drafts of exactly `length` tokens and no look-ups. A step that had no room for
+    its draft, the last one, is not counted among the prefixes, and the first token is the prompt's pass's."""
+    model.reset()
+    stream = model.stream(
+        list(prompt), n, ignore_eos=True, spec="on", draft_max=length, draft_fixed=True, spec_ngram=False
+    )
+    sizes = [len(delta.token_ids) for delta in stream if delta.token_ids]
+    prefixes, left = [0] * (length + 1), n - 1
+    for size in sizes[1:]:
+        if left > length:  # the whole draft fitted
+            prefixes[size - 1] += 1
+        left -= size
+    s = model.stats()
+    return Steps(
+        tuple(prefixes), s["draft_ms"] / s["drafted"] if s["drafted"] else 0.0, s["verify_ms"] / max(1, s["steps"])
+    )
+
+
+def plain_ms(model, prompt: Sequence[int], n: int) -> float:
+    """Milliseconds of a plain token, over n of them."""
+    model.reset()
+    model.generate(list(prompt), max_tokens=n, ignore_eos=True, spec="off")
+    s = model.stats()
+    return s["decode_ms"] / max(1, s["steps"])
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Milliseconds of a target pass over n tokens, measured for some n; between them linear, beyond them the nearest
+    measured slope."""
+
+    ms: dict[int, float]
+
+    def __call__(self, n: int) -> float:
+        known = sorted(self.ms)
+        if len(known) == 1:
+            return self.ms[known[0]]
+        high = next((k for k in known[1:] if k >= n), known[-1])
+        low = known[known.index(high) - 1]
+        slope = (self.ms[high] - self.ms[low]) / (high - low)
+        return max(self.ms[low] + slope * (n - low), 0.0)
+
+
+def decode(model, texts: Sequence[Sequence[int]], n: int, **options):
+    """A bench.Count of n tokens behind each prompt, greedily, each from an empty cache."""
+    from .bench import Count, generate
+
+    total = Count()
+    for ids in texts:
+        model.reset()
+        total += generate(model, list(ids), n, temperature=0.0, **options)
+    return total
