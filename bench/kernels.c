@@ -69,8 +69,7 @@ typedef struct Job {
   int what;
   const Kernels *k;
   const Matrix *w;
-  const uint16_t *panels;
-  const QuantActs *q;
+  const Acts *acts;
   float *y;
   size_t ldy;
   uint32_t m, block0, block1;
@@ -92,9 +91,9 @@ static void *run(void *arg) {
   if (j->what == READ)
     j->sum = read_loop(j->w->a + 512 * tile0, 512 * n) + read_loop(j->w->b + 768 * tile0, 768 * n);
   else if (j->what == DRAFT)
-    j->k->matmul_draft(j->y, j->ldy, j->w, j->q, j->m, j->block0, j->block1);
+    j->k->matmul_draft(j->y, j->ldy, j->w, j->acts, j->m, j->block0, j->block1);
   else
-    j->k->matmul(j->y, j->ldy, j->w, j->panels, j->m, j->block0, j->block1);
+    j->k->matmul(j->y, j->ldy, j->w, j->acts, j->m, j->block0, j->block1);
   restore_denormals(denormals);
   return NULL;
 }
@@ -222,8 +221,8 @@ int main(int argc, char **argv) {
   float *x = calloc(MAX_M * ldx, sizeof *x), *y = calloc(MAX_M * ldy, sizeof *y);
   for (size_t i = 0; i < MAX_M * ldx; i++)
     x[i] = gauss();
-  uint16_t *panels = calloc(MAX_M * ldx, sizeof *panels);
-  QuantActs q = {malloc(MAX_M * ldx), malloc(MAX_M * n * sizeof(float)), malloc(MAX_M * n * sizeof(int32_t))};
+  Acts acts = {calloc(MAX_M * ldx, sizeof(uint16_t)), NULL, malloc(MAX_M * ldx), malloc(MAX_M * n * sizeof(float)),
+               malloc(MAX_M * n * sizeof(int32_t))};
   double ghz = clock_ghz();
   printf("%u x %u: %.2f bits a weight\n", rows, cols,
          8.0 * ((double)(528 + 768) + (double)side_bytes / (double)matrix_tiles(&nest)) / 1024.0);
@@ -232,10 +231,10 @@ int main(int argc, char **argv) {
     const Kernels *k;
     if ((argc > 3 ? strcmp(argv[3], name) != 0 : strcmp(name, "scalar") == 0) || kernels_select(name, &k) != PYCASS_OK)
       continue;
-    k->quantize(&q, x, ldx, MAX_M, nest.n_group);
+    k->quantize(&acts, x, ldx, MAX_M, nest.n_group);
     for (uint32_t i = 0; i < MAX_M; i++)
-      k->round(panels + panel_at(i, n, 0), x + i * ldx, nest.n_group);
-    Job job = {.panels = panels, .q = &q, .y = y, .ldy = ldy, .w = &nest};
+      k->round(acts.panels + panel_at(i, n, 0), x + i * ldx, nest.n_group);
+    Job job = {.acts = &acts, .y = y, .ldy = ldy, .w = &nest};
     in_cache(k, cols, job, ghz);
     for (int threads = 1; threads <= 2; threads++) {
       report("read", 0, best_of(job, threads, 9), 1280 * matrix_tiles(&nest), " (plain loop over A and B)");

@@ -5,6 +5,7 @@
 #include "base.h"
 
 enum { NEST_ROWS = 16, NEST_COLS = 64, NEST_TILE = NEST_ROWS * NEST_COLS };
+enum { HOT_UNIT = 16, HOT_MOST = NEST_COLS }; /* hot columns: a multiple of the one, at most the other */
 /* A damaged record makes readers touch at most this many bytes past its start, and take that many escapes before its
  * end; those bytes must be mapped. */
 enum { NEST_SIDE_SLACK = 1024, NEST_MAX_ESCAPES = 1024 };
@@ -23,6 +24,11 @@ typedef struct Matrix {
   const uint16_t *raw;        /* raw: [rows][cols] */
   const uint8_t *a, *x, *b;   /* nest planes */
   const uint8_t *side;        /* nest: offsets, then records */
+  uint32_t n_hot;             /* nest: columns that planes do not hold, 0 if none */
+  const uint32_t *hot;        /* [n_hot], ascending */
+  const uint16_t *hot_words;  /* [n_block][n_hot / 4][64]: half lines of four hot columns each, as in TileWords */
+  const float *bias;          /* [16 n_block]: what the draft adds to each row's product; NULL if none */
+  bool draft_full;            /* the draft reads it as the target does */
 } Matrix;
 
 /* A decoded tile as kernels use it. Half line hl = 2 j + h holds columns 8 j + h + {0, 2, 4, 6} of all 16 rows, as they
@@ -49,10 +55,16 @@ void nest_decode_relative(const Matrix *w, size_t t, TileWords out);
 
 /* Decodes a tile of a raw matrix; rows and columns past the matrix are zero. */
 void raw_decode_tile(const Matrix *w, size_t t, TileWords out);
+/* Row block's half line i of hot columns. */
+static inline const uint16_t *hot_half_line(const Matrix *w, size_t block, size_t i) {
+  return w->hot_words + (block * (w->n_hot / 4) + i) * 64;
+}
+/* Whether hot columns are what they must be. */
+pycass_status nest_check_hot(const uint32_t *hot, size_t n_hot, uint64_t cols);
 /* Checks a side part's offsets. */
 pycass_status nest_check_side(const uint8_t *side, size_t size, size_t n_tiles);
-/* The whole matrix's bits, row-major. out [rows][cols] */
-void matrix_bits(const Matrix *w, uint16_t *out);
+/* The bits of rows [r0, r1), row-major. out [r1 - r0][cols] */
+void matrix_bits(const Matrix *w, uint32_t r0, uint32_t r1, uint16_t *out);
 /* One row of a matrix: exact, or what the draft sees. out [cols] */
 void matrix_row_exact(const Matrix *w, uint32_t row, float *out);
 /* The same with another decoder of nest tiles. */

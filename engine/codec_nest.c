@@ -40,7 +40,24 @@ static uint64_t draft_error(const uint16_t *w, uint32_t top, uint32_t group) {
   return sum;
 }
 
-static uint32_t group_exponent(const uint16_t *w) {
+static float draft_magnitude(uint32_t cell, uint32_t group) {
+  return (float)nest_magnitude[cell] * (1.0f / 70.0f) * f32_from_bits(group << 23);
+}
+
+/* The same with columns of different importance, in units of 2^(top - 127); past 60 binades weights count as 0. */
+static double weighted_error(const uint16_t *w, const float *importance, uint32_t top, uint32_t group) {
+  double sum = 0;
+  for (int k = 0; k < NEST_COLS; k++) {
+    uint32_t e = exponent_of(w[k]), below = top - e;
+    double value = e && below <= 60 ? (double)(128 + mantissa_of(w[k])) / (double)((uint64_t)128 << below) : 0;
+    double draft = nest_magnitude[cell_of(w[k], group)] / 70.0 / (double)(1u << (top - group));
+    sum += (double)importance[k] * (value - draft) * (value - draft);
+  }
+  return sum;
+}
+
+/* importance [64], or NULL. */
+static uint32_t group_exponent(const uint16_t *w, const float *importance) {
   uint32_t top = MIN_G, largest = 0;
   for (int k = 0; k < NEST_COLS; k++)
     if (exponent_of(w[k]) > top)
@@ -50,6 +67,8 @@ static uint32_t group_exponent(const uint16_t *w) {
       largest = mantissa_of(w[k]);
   if (top == MIN_G || largest >= 64) /* with one less, cell CELL_TOP would end below the largest weight */
     return top;
+  if (importance)
+    return weighted_error(w, importance, top, top - 1) < weighted_error(w, importance, top, top) ? top - 1 : top;
   return draft_error(w, top, top - 1) < draft_error(w, top, top) ? top - 1 : top;
 }
 
@@ -99,11 +118,17 @@ static uint32_t get_low6(const uint8_t *b, uint32_t hl) {
   return hl < 3 ? b[64 * hl] & 63u : (uint32_t)(b[0] >> 6) << 4 | (uint32_t)(b[64] >> 6) << 2 | b[128] >> 6;
 }
 
-/* tile [16][64]; a, x, b point at the tile's own bytes. Returns the record's size. */
-static size_t encode_tile(uint16_t tile[NEST_ROWS][NEST_COLS], uint8_t *a, uint8_t *x, uint8_t *b, uint8_t *record) {
+/* tile [16][64]; a, x, b point at the tile's own bytes; hot: bit k says that column k is, its weights are zero.
+ * Returns the record's size. */
+static size_t encode_tile(uint16_t tile[NEST_ROWS][NEST_COLS], const float *importance, uint64_t hot, uint8_t *a, uint8_t *x,
+                          uint8_t *b, uint8_t *record) {
   Record side = {.n_q = 0};
-  for (int r = 0; r < NEST_ROWS; r++)
-    x[r] = (uint8_t)group_exponent(tile[r]);
+  for (int r = 0; r < NEST_ROWS; r++) {
+    x[r] = (uint8_t)group_exponent(tile[r], importance);
+    for (uint32_t k = 0; k < NEST_COLS; k++)
+      if (hot >> k & 1u)
+        tile[r][k] = (uint16_t)(x[r] << 7); /* a filler that needs no side bits */
+  }
   memset(a, 0, 512), memset(b, 0, 768);
   for (uint32_t j = 0; j < 8; j++)
     for (uint32_t h = 0; h < 2; h++)
@@ -136,27 +161,109 @@ static void load_tile(const uint16_t *w, uint64_t rows, uint64_t cols, uint64_t 
     memcpy(tile[r - r0], w + r * cols + k0, sizeof(uint16_t) * min_size(NEST_COLS, cols - k0));
 }
 
+pycass_status nest_check_hot(const uint32_t *hot, size_t n_hot, uint64_t cols) {
+  bool bad = n_hot % HOT_UNIT || n_hot > HOT_MOST || n_hot > cols;
+  for (size_t i = 0; !bad && i < n_hot; i++)
+    bad = hot[i] >= cols || (i && hot[i] <= hot[i - 1]);
+  return bad ? cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "nest: %zu hot columns that are not 0, 16, 32, 48 or 64 in ascending order",
+                         n_hot)
+             : PYCASS_OK;
+}
+
+/* What encoding a tile needs of the calibration: the columns' importance, and which are hot. */
+typedef struct TileColumns {
+  float importance[NEST_COLS];
+  uint64_t hot;
+} TileColumns;
+
+static TileColumns tile_columns(const pycass_nest_calibration *c, size_t k0, size_t cols) {
+  TileColumns out = {.hot = 0};
+  for (size_t k = 0; k < NEST_COLS; k++)
+    out.importance[k] = c->importance && k0 + k < cols ? c->importance[k0 + k] : 1.0f;
+  for (size_t i = 0; i < c->n_hot; i++)
+    if (c->hot[i] >= k0 && c->hot[i] < k0 + NEST_COLS)
+      out.hot |= (uint64_t)1 << (c->hot[i] - k0), out.importance[c->hot[i] - k0] = 0;
+  return out;
+}
+
+static void clear_hot(uint16_t tile[NEST_ROWS][NEST_COLS], uint64_t hot) {
+  for (uint32_t k = 0; k < NEST_COLS; k++)
+    for (int r = 0; r < NEST_ROWS && hot >> k & 1u; r++)
+      tile[r][k] = 0;
+}
+
+/* Hot columns as half lines, [block][n_hot / 4][64]. */
+static void encode_hot(const uint16_t *w, size_t rows, size_t cols, const pycass_nest_calibration *c, uint16_t *out) {
+  memset(out, 0, (rows + 15) / 16 * 16 * c->n_hot * sizeof *out);
+  for (size_t r = 0; r < rows; r++)
+    for (size_t i = 0; i < c->n_hot; i++)
+      out[(r / NEST_ROWS * (c->n_hot / 4) + i / 4) * 64 + tile_word(r % NEST_ROWS, i % 4)] = w[r * cols + c->hot[i]];
+}
+
+static float bf16_finite(uint16_t w) { return exponent_of(w) == 255 ? 0 : bf16_to_f32(w); }
+
+/* What the draft's weights miss of the mean product, by row: hot columns miss nothing. */
+static void encode_bias(const uint16_t *w, size_t rows, size_t cols, const pycass_nest_calibration *c, const uint8_t *x,
+                        float *out) {
+  size_t groups = (cols + 63) / 64;
+  memset(out, 0, (rows + 15) / 16 * 16 * sizeof *out);
+  for (size_t r = 0; r < rows; r++) {
+    double sum = 0;
+    for (size_t k = 0, i = 0; k < cols; k++) {
+      if (i < c->n_hot && c->hot[i] == k) {
+        i++;
+        continue;
+      }
+      uint16_t v = w[r * cols + k];
+      uint32_t group = x[(r / NEST_ROWS * groups + k / NEST_COLS) * NEST_ROWS + r % NEST_ROWS];
+      float draft = draft_magnitude(cell_of(v, group), group);
+      sum += ((double)bf16_finite(v) - (double)(v >> 15 ? -draft : draft)) * (double)c->mean[k];
+    }
+    out[r] = (float)sum;
+  }
+}
+
 pycass_status pycass_nest_encode(const uint16_t *w, uint64_t rows, uint64_t cols, uint8_t *a, uint8_t *x, uint8_t *b,
                                  uint8_t *side, size_t *side_size) {
+  return pycass_nest_encode_calibrated(w, rows, cols, NULL, a, x, b, side, side_size, NULL, NULL);
+}
+
+pycass_status pycass_nest_encode_calibrated(const uint16_t *w, uint64_t rows, uint64_t cols,
+                                            const pycass_nest_calibration *calibration, uint8_t *a, uint8_t *x, uint8_t *b,
+                                            uint8_t *side, size_t *side_size, uint16_t *hot, float *bias) {
+  static const pycass_nest_calibration none = {0};
+  const pycass_nest_calibration *c = calibration ? calibration : &none;
   pycass_nest_sizes sizes;
   RETURN_IF(pycass_nest_bound(rows, cols, &sizes));
+  RETURN_IF(nest_check_hot(c->hot, c->n_hot, cols));
+  bool weighted = c->importance || c->n_hot;
   size_t groups = (cols + 63) / 64, tiles = (rows + 15) / 16 * groups;
   size_t end = 4 * (tiles + 1);
   memset(x, 0, sizes.x);
   for (size_t t = 0; t < tiles; t++) {
     uint16_t tile[NEST_ROWS][NEST_COLS];
-    load_tile(w, rows, cols, t / groups * NEST_ROWS, t % groups * NEST_COLS, tile);
+    size_t k0 = t % groups * NEST_COLS;
+    load_tile(w, rows, cols, t / groups * NEST_ROWS, k0, tile);
+    TileColumns columns = {.hot = 0};
+    if (weighted)
+      columns = tile_columns(c, k0, cols);
+    clear_hot(tile, columns.hot);
     if (end > UINT32_MAX - NEST_TILE * 2)
       return cass_fail(PYCASS_ERR_UNSUPPORTED, "nest: a matrix of %llu x %llu has too much side data",
                        (unsigned long long)rows, (unsigned long long)cols);
     uint32_t offset = (uint32_t)end;
     memcpy(side + 4 * t, &offset, 4);
-    end += encode_tile(tile, a + 512 * t, x + 16 * t, b + 768 * t, side + end);
+    end += encode_tile(tile, weighted ? columns.importance : NULL, columns.hot, a + 512 * t, x + 16 * t, b + 768 * t,
+                       side + end);
   }
   uint32_t offset = (uint32_t)end;
   memcpy(side + 4 * tiles, &offset, 4);
   *side_size = round_up(end + NEST_SIDE_SLACK, CASS_ALIGN);
   memset(side + end, 0, *side_size - end);
+  if (c->n_hot)
+    encode_hot(w, rows, cols, c, hot);
+  if (c->mean)
+    encode_bias(w, rows, cols, c, x, bias);
   return PYCASS_OK;
 }
 
@@ -235,8 +342,17 @@ static inline uint16_t tile_at(TileWords tile, uint32_t r, uint32_t k) {
 
 static inline float draft_value(const uint8_t *a, const uint8_t *x, size_t t, uint32_t r, uint32_t k) {
   uint32_t nibble = a[512 * t + 64 * (k / 8) + 4 * r + k % 8 / 2] >> (4 * (k % 2)) & 15u;
-  float magnitude = (float)nest_magnitude[nibble & 7u] * (1.0f / 70.0f) * f32_from_bits((uint32_t)x[16 * t + r] << 23);
+  float magnitude = draft_magnitude(nibble & 7u, x[16 * t + r]);
   return nibble & 8u ? -magnitude : magnitude;
+}
+
+static inline uint16_t hot_at(const Matrix *m, uint32_t row, uint32_t i) {
+  return hot_half_line(m, row / NEST_ROWS, i / 4)[tile_word(row % NEST_ROWS, i % 4)];
+}
+
+static void put_hot(const Matrix *m, uint32_t row, float *out) {
+  for (uint32_t i = 0; i < m->n_hot; i++)
+    out[m->hot[i]] = bf16_to_f32(hot_at(m, row, i));
 }
 
 void matrix_row_draft(const Matrix *m, uint32_t row, float *out) {
@@ -247,6 +363,7 @@ void matrix_row_draft(const Matrix *m, uint32_t row, float *out) {
   size_t t0 = (size_t)(row / NEST_ROWS) * m->n_group;
   for (uint32_t k = 0; k < m->cols; k++)
     out[k] = draft_value(m->a, m->x, t0 + k / NEST_COLS, row % NEST_ROWS, k % NEST_COLS);
+  put_hot(m, row, out);
 }
 
 void matrix_row_exact(const Matrix *m, uint32_t row, float *out) { matrix_row_decode(m, row, nest_decode_tile, out); }
@@ -263,20 +380,32 @@ void matrix_row_decode(const Matrix *m, uint32_t row, void (*decode)(const Matri
     for (uint32_t k = 0; k < NEST_COLS && g * NEST_COLS + k < m->cols; k++)
       out[g * NEST_COLS + k] = bf16_to_f32(tile_at(tile, row % NEST_ROWS, k));
   }
+  put_hot(m, row, out);
 }
 
-void matrix_bits(const Matrix *m, uint16_t *out) {
+/* Rows [r0, r1) of tile t of row block r0 / 16, into out [..][cols]. */
+static void tile_rows(const Matrix *m, size_t t, uint32_t r0, uint32_t r1, uint16_t *out) {
+  TileWords tile;
+  nest_decode_tile(m, t, tile);
+  uint32_t k0 = (uint32_t)(t % m->n_group) * NEST_COLS, n = (uint32_t)min_size(NEST_COLS, m->cols - k0);
+  for (uint32_t r = r0; r < r1; r++)
+    for (uint32_t k = 0; k < n; k++)
+      out[(size_t)(r - r0) * m->cols + k0 + k] = tile_at(tile, r % NEST_ROWS, k);
+}
+
+void matrix_bits(const Matrix *m, uint32_t r0, uint32_t r1, uint16_t *out) {
   if (m->codec == PYCASS_CODEC_RAW) {
-    memcpy(out, m->raw, (size_t)m->rows * m->cols * sizeof *out);
+    memcpy(out, m->raw + (size_t)r0 * m->cols, (size_t)(r1 - r0) * m->cols * sizeof *out);
     return;
   }
-  for (size_t t = 0; t < matrix_tiles(m); t++) {
-    TileWords tile;
-    nest_decode_tile(m, t, tile);
-    size_t r0 = t / m->n_group * NEST_ROWS, k0 = t % m->n_group * NEST_COLS;
-    for (size_t r = r0; r < m->rows && r < r0 + NEST_ROWS; r++)
-      for (size_t k = 0; k < min_size(NEST_COLS, m->cols - k0); k++)
-        out[r * m->cols + k0 + k] = tile_at(tile, (uint32_t)(r - r0), (uint32_t)k);
+  for (uint32_t r = r0, end; r < r1; r = end) {
+    size_t block = r / NEST_ROWS;
+    end = (uint32_t)min_size((block + 1) * NEST_ROWS, r1);
+    for (size_t g = 0; g < m->n_group; g++)
+      tile_rows(m, block * m->n_group + g, r, end, out + (size_t)(r - r0) * m->cols);
+    for (uint32_t row = r; row < end; row++)
+      for (uint32_t i = 0; i < m->n_hot; i++)
+        out[(size_t)(row - r0) * m->cols + m->hot[i]] = hot_at(m, row, i);
   }
 }
 

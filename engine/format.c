@@ -131,9 +131,12 @@ typedef struct Part {
   const uint8_t *data;
   uint64_t size;
 } Part;
-enum { N_PART_KIND = 5 };
-static const uint32_t part_type[N_PART_KIND] = {PART_RAW, PART_NEST_A, PART_NEST_X, PART_NEST_B, PART_NEST_SIDE};
-static const int part_section[N_PART_KIND] = {0, 0, 0, 1, 1};
+enum { RAW, A, X, B, SIDE, HOT, HOT_WORDS, BIAS, N_PART_KIND };
+static const struct {
+  uint32_t type;
+  int section;
+} part_kind[N_PART_KIND] = {{PART_RAW, 0},       {PART_NEST_A, 0},   {PART_NEST_X, 0},         {PART_NEST_B, 1},
+                            {PART_NEST_SIDE, 1}, {PART_NEST_HOT, 0}, {PART_NEST_HOT_WORDS, 0}, {PART_NEST_BIAS, 0}};
 
 static pycass_status parse_part(const Format *f, Tensor *t, const uint8_t *e, Part parts[N_PART_KIND]) {
   uint32_t type = load_u32(e), section = load_u32(e + 4) - 1;
@@ -145,8 +148,8 @@ static pycass_status parse_part(const Format *f, Tensor *t, const uint8_t *e, Pa
   if (type >> 31)
     return PYCASS_OK;
   for (int i = 0; i < N_PART_KIND; i++)
-    if (type == part_type[i]) {
-      if ((int)section != part_section[i])
+    if (type == part_kind[i].type) {
+      if ((int)section != part_kind[i].section)
         return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: part %u is in the wrong section", t->name, type);
       parts[i] = (Part){f->section[section].data + offset, size};
       return PYCASS_OK;
@@ -156,9 +159,25 @@ static pycass_status parse_part(const Format *f, Tensor *t, const uint8_t *e, Pa
 
 static pycass_status bind_raw(Tensor *t, const Part p[N_PART_KIND], int n_known) {
   Matrix *m = &t->matrix;
-  if (n_known != 1 || !p[0].data || p[0].size != (uint64_t)m->rows * m->cols * 2)
+  if (n_known != 1 || !p[RAW].data || p[RAW].size != (uint64_t)m->rows * m->cols * 2)
     return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: a raw tensor of this shape has other parts", t->name);
-  m->raw = (const uint16_t *)(const void *)p[0].data;
+  m->raw = (const uint16_t *)(const void *)p[RAW].data;
+  return PYCASS_OK;
+}
+
+/* Hot columns and draft bias, where there are some. */
+static pycass_status bind_calibration(Tensor *t, const Part p[N_PART_KIND]) {
+  Matrix *m = &t->matrix;
+  uint64_t rows = (uint64_t)m->n_block * NEST_ROWS, n_hot = p[HOT].size / 4;
+  if (p[HOT].data) {
+    m->hot = (const uint32_t *)(const void *)p[HOT].data, m->n_hot = (uint32_t)n_hot;
+    m->hot_words = (const uint16_t *)(const void *)p[HOT_WORDS].data;
+    if (!n_hot || p[HOT].size % 4 || nest_check_hot(m->hot, n_hot, m->cols) != PYCASS_OK || p[HOT_WORDS].size != rows * n_hot * 2)
+      return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: its hot columns are damaged", t->name);
+  }
+  if (p[BIAS].data && p[BIAS].size != rows * 4)
+    return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: its draft bias has the wrong size", t->name);
+  m->bias = (const float *)(const void *)p[BIAS].data;
   return PYCASS_OK;
 }
 
@@ -166,13 +185,14 @@ static pycass_status bind_nest(Tensor *t, const Part p[N_PART_KIND], int n_known
   Matrix *m = &t->matrix;
   pycass_nest_sizes s;
   RETURN_IF(pycass_nest_bound(m->rows, m->cols, &s));
-  if (t->info.n_dims != 2 || n_known != 4 || p[0].data || p[1].size != s.a || p[2].size != s.x || p[3].size != s.b ||
-      p[4].size > s.side_bound)
+  int n_needed = 4 + 2 * (p[HOT].data != NULL) + (p[BIAS].data != NULL);
+  if (t->info.n_dims != 2 || n_known != n_needed || p[RAW].data || !p[HOT].data != !p[HOT_WORDS].data || p[A].size != s.a ||
+      p[X].size != s.x || p[B].size != s.b || p[SIDE].size > s.side_bound)
     return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: a nest tensor of this shape has other parts", t->name);
-  m->a = p[1].data, m->x = p[2].data, m->b = p[3].data, m->side = p[4].data;
-  if (nest_check_side(m->side, p[4].size, matrix_tiles(m)) != PYCASS_OK)
+  m->a = p[A].data, m->x = p[X].data, m->b = p[B].data, m->side = p[SIDE].data;
+  if (nest_check_side(m->side, p[SIDE].size, matrix_tiles(m)) != PYCASS_OK)
     return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: its side offsets are damaged", t->name);
-  return PYCASS_OK;
+  return bind_calibration(t, p);
 }
 
 static pycass_status parse_name(Tensor *t, const uint8_t *name, size_t n) {
@@ -208,6 +228,7 @@ static pycass_status parse_tensor(const Format *f, Cursor *c, Tensor *t) {
                           : matrix_shape(t->info.codec, 1, (uint32_t)shape[0]);
   Part parts[N_PART_KIND] = {{0}};
   int n_known = 0;
+  t->part = c->p, t->n_part = n_parts;
   for (uint32_t i = 0; i < n_parts; i++) {
     const uint8_t *p = take(c, 32);
     if (!p)
@@ -246,6 +267,17 @@ static pycass_status parse_directory(Format *f) {
     if (by_name(&f->tensor[i - 1], &f->tensor[i]) == 0)
       return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s is there twice", f->tensor[i].name);
   return PYCASS_OK;
+}
+
+const uint8_t *format_part(const Format *f, const Tensor *t, uint32_t type, size_t *size) {
+  for (uint32_t i = 0; i < t->n_part; i++) {
+    const uint8_t *e = t->part + 32 * (size_t)i;
+    if (load_u32(e) == type) {
+      *size = load_u64(e + 16);
+      return f->section[load_u32(e + 4) - 1].data + load_u64(e + 8);
+    }
+  }
+  return NULL;
 }
 
 static int by_address(const void *a, const void *b) {

@@ -4,7 +4,8 @@
 
 #include "codec.h"
 
-enum { PART_RAW = 1, PART_NEST_A = 16, PART_NEST_X = 17, PART_NEST_B = 18, PART_NEST_SIDE = 19 };
+enum { PART_RAW = 1, PART_NEST_A = 16, PART_NEST_X = 17, PART_NEST_B = 18, PART_NEST_SIDE = 19,
+       PART_NEST_HOT = 20, PART_NEST_HOT_WORDS = 21, PART_NEST_BIAS = 22 };
 enum { SECTION_SPECULATION, SECTION_VERIFICATION, SECTION_CONFIG, SECTION_DIRECTORY, SECTION_JSON, N_SECTION };
 
 typedef struct Section {
@@ -17,6 +18,8 @@ typedef struct Tensor {
   char *name;
   pycass_tensor_info info;
   Matrix matrix; /* vectors are matrices of one row */
+  const uint8_t *part; /* [n_part] entries of the directory, 32 bytes each */
+  uint32_t n_part;
 } Tensor;
 
 typedef struct Format {
@@ -32,6 +35,8 @@ typedef struct Format {
 pycass_status format_parse(const uint8_t *data, size_t size, Format *out);
 void format_free(Format *f);
 pycass_status format_verify(const Format *f);
+/* A part by its type, or NULL. */
+const uint8_t *format_part(const Format *f, const Tensor *t, uint32_t type, size_t *size);
 /* NULL when there is none. */
 const Tensor *format_find(const Format *f, const char *name);
 

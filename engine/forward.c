@@ -41,7 +41,8 @@ pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint
   bool ok = true;
   for (size_t i = 0; i < sizeof want / sizeof *want; i++)
     ok &= (*want[i].p = cass_alloc(want[i].n * sizeof(float))) != NULL;
-  ok &= (s->panels = cass_alloc(round_up(b, PANEL_TOKENS) * wide * sizeof(uint16_t))) != NULL;
+  ok &= (s->acts.panels = cass_alloc(round_up(b, PANEL_TOKENS) * wide * sizeof(uint16_t))) != NULL;
+  ok &= (s->acts.hot = cass_alloc(round_up(b, PANEL_TOKENS) * NEST_COLS * sizeof(uint16_t))) != NULL;
   ok &= (s->acts.q = cass_alloc(b * wide)) != NULL;
   ok &= (s->acts.sum = cass_alloc(b * wide / NEST_COLS * sizeof(int32_t))) != NULL;
   if (ok)
@@ -51,8 +52,8 @@ pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint
 }
 
 void state_free(State *s) {
-  void *all[] = {s->x,       s->h,      s->q,      s->k,      s->v,          s->att,        s->gate, s->up,
-                 s->cos_sin, s->logits, s->scores, s->panels, s->acts.q,     s->acts.scale, s->acts.sum};
+  void *all[] = {s->x,       s->h,      s->q,      s->k,           s->v,        s->att,    s->gate,       s->up,
+                 s->cos_sin, s->logits, s->scores, s->acts.panels, s->acts.hot, s->acts.q, s->acts.scale, s->acts.sum};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     cass_free(all[i]);
   *s = (State){0};
@@ -78,10 +79,10 @@ typedef struct Product {
 /* Row blocks [from, to) of a product. */
 static void multiply_blocks(const Pass *p, const Product *product, uint32_t m, uint32_t from, uint32_t to) {
   const Kernels *kernels = p->model->kernels;
-  if (p->draft && product->w->codec == PYCASS_CODEC_NEST)
+  if (p->draft && product->w->codec == PYCASS_CODEC_NEST && !product->w->draft_full)
     kernels->matmul_draft(product->y, product->ldy, product->w, &p->state->acts, m, from, to);
   else
-    kernels->matmul(product->y, product->ldy, product->w, p->state->panels, m, from, to);
+    kernels->matmul(product->y, product->ldy, product->w, &p->state->acts, m, from, to);
 }
 
 /* Products of m tokens' activations, the ones made last by ready(): their row blocks are one list, shared out piece by
@@ -98,22 +99,69 @@ static void multiply(const Pass *p, const Product *list, int n, uint32_t m) {
     }
 }
 
-/* Groups r of a row of n activations, of the product's token i, as the product wants them. Columns from n on are made
- * zero: a NaN there would spoil every sum, padding weights or not. */
-static void ready(const Pass *p, uint32_t i, float *row, uint32_t n, Range r) {
+/* Puts the hot columns of groups r aside: into the product's token i, and zeros in their place. Returns how many;
+ * saved [HOT_MOST]. */
+static uint32_t take_hot(const Pass *p, uint32_t i, float *row, const Matrix *w, Range r, float *saved) {
+  uint32_t n = 0;
+  for (uint32_t c = 0; c < w->n_hot; c++)
+    if (w->hot[c] / NEST_COLS >= r.from && w->hot[c] / NEST_COLS < r.to) {
+      float *x = &row[w->hot[c]];
+      p->state->acts.hot[panel_at(i, 1, 0) + c / 4 * PANEL_TOKENS * 4 + c % 4] = bf16_from_f32(*x * PANEL_SCALE);
+      saved[n++] = *x, *x = 0;
+    }
+  return n;
+}
+
+static void put_back_hot(float *row, const Matrix *w, Range r, const float *saved) {
+  for (uint32_t c = 0; c < w->n_hot; c++)
+    if (w->hot[c] / NEST_COLS >= r.from && w->hot[c] / NEST_COLS < r.to)
+      row[w->hot[c]] = *saved++;
+}
+
+/* Groups r of a row of activations, of the product's token i, as w and all matrices of the same input want them. Columns from
+ * w->cols on are made zero: a NaN there would spoil every sum, padding weights or not. */
+static void ready(const Pass *p, uint32_t i, float *row, const Matrix *w, Range r) {
   const Kernels *kernels = p->model->kernels;
-  uint32_t n_group = (n + NEST_COLS - 1) / NEST_COLS;
+  float saved[HOT_MOST];
+  const Acts *a = &p->state->acts;
   float *x = row + (size_t)r.from * NEST_COLS;
-  if (r.to == n_group)
-    memset(row + n, 0, ((size_t)n_group * NEST_COLS - n) * sizeof *row);
-  if (!p->draft || p->model->has_raw)
-    kernels->round(p->state->panels + panel_at(i, n_group, r.from), x, r.to - r.from);
-  if (!p->draft)
+  if (r.to == w->n_group)
+    memset(row + w->cols, 0, ((size_t)w->n_group * NEST_COLS - w->cols) * sizeof *row);
+  uint32_t n_hot = take_hot(p, i, row, w, r, saved);
+  if (!p->draft || p->model->draft_reads_panels)
+    kernels->round(a->panels + panel_at(i, w->n_group, r.from), x, r.to - r.from);
+  if (p->draft) {
+    size_t at = (size_t)i * w->n_group + r.from;
+    Acts part = {.q = a->q + at * NEST_COLS, .scale = a->scale + at, .sum = a->sum + at};
+    kernels->quantize(&part, x, 0, 1, r.to - r.from);
+  }
+  if (n_hot && p->sum)
+    put_back_hot(row, w, r, saved);
+}
+
+/* ---- calibration -------------------------------------------------------------------------------- */
+
+/* Where a layer's inputs lie among the channels (pycass.h). */
+enum { IN_QKV, IN_O, IN_FFN, IN_DOWN, N_IN };
+
+static size_t channel_at(const pycass_config *c, uint32_t layer, int input) {
+  size_t q = (size_t)c->n_head * c->head_dim, at[N_IN] = {0, c->n_embd, c->n_embd + q, 2 * (size_t)c->n_embd + q};
+  return layer * (at[IN_DOWN] + c->n_ff) + at[input];
+}
+
+size_t pycass_model_n_channel(const pycass_model *m) {
+  return channel_at(&m->config, m->config.n_layer, 0) + m->config.n_embd;
+}
+
+/* Adds rows of n activations to the channels from at on; threads share the columns. */
+static void observe(const Pass *p, size_t at, const float *rows, size_t ld, uint32_t n, Range columns) {
+  if (!p->sum)
     return;
-  const QuantActs *a = &p->state->acts;
-  size_t at = (size_t)i * n_group + r.from;
-  QuantActs part = {a->q + at * NEST_COLS, a->scale + at, a->sum + at};
-  kernels->quantize(&part, x, 0, 1, r.to - r.from);
+  for (uint32_t i = 0; i < p->n; i++)
+    for (uint32_t k = columns.from; k < columns.to && k < n; k++) {
+      double x = rows[i * ld + k];
+      p->sum[at + k] += x, p->square[at + k] += x * x;
+    }
 }
 
 /* ---- phases ------------------------------------------------------------------------------------- */
@@ -135,15 +183,15 @@ static void embed(const Pass *p, uint32_t i) {
   }
 }
 
-/* h = norm(x), after x += h if there is something to add; ready for a product whose first token is the given one */
-static void add_norm(const Pass *p, uint32_t i, bool add, const uint16_t *weight, uint32_t first) {
+/* h = norm(x), after x += h if there is something to add; ready for w, a product whose first token is the given one */
+static void add_norm(const Pass *p, uint32_t i, bool add, const uint16_t *weight, const Matrix *w, uint32_t first) {
   const pycass_config *c = &p->model->config;
   State *s = p->state;
   float *x = s->x + (size_t)i * s->ld_embd, *h = s->h + (size_t)i * s->ld_embd;
   if (add)
     p->model->kernels->add(x, h, c->n_embd);
   p->model->kernels->rmsnorm(h, x, weight, c->n_embd, c->rms_eps);
-  ready(p, i - first, h, c->n_embd, (Range){0, s->ld_embd / NEST_COLS});
+  ready(p, i - first, h, w, (Range){0, w->n_group});
 }
 
 static void norm_heads(const Pass *p, float *x, uint32_t n_head, const uint16_t *weight) {
@@ -188,7 +236,7 @@ static uint32_t heads_together(const Pass *p, uint32_t n_threads) {
   return (group + parts - 1) / parts;
 }
 
-static void attend(const Pass *p, uint32_t i, uint32_t head, uint32_t n_head, uint32_t layer, float *scores) {
+static void attend(const Pass *p, uint32_t i, uint32_t head, uint32_t n_head, uint32_t layer, const Matrix *o, float *scores) {
   const pycass_config *c = &p->model->config;
   State *s = p->state;
   size_t at = kv_at(p->kv, layer, head / (c->n_head / c->n_head_kv), 0);
@@ -206,26 +254,26 @@ static void attend(const Pass *p, uint32_t i, uint32_t head, uint32_t n_head, ui
   p->model->kernels->attention(&a);
   uint32_t n = c->head_dim / NEST_COLS;
   if (heads_are_groups(p))
-    ready(p, i, s->att + (size_t)i * s->ld_q, c->n_head * c->head_dim, (Range){head * n, (head + n_head) * n});
+    ready(p, i, s->att + (size_t)i * s->ld_q, o, (Range){head * n, (head + n_head) * n});
 }
 
 /* All heads of all tokens: a unit of work is a few heads of one token. */
-static void attend_all(const Pass *p, uint32_t layer, uint32_t thread, uint32_t n_threads, float *scores) {
+static void attend_all(const Pass *p, uint32_t layer, const Matrix *o, uint32_t thread, uint32_t n_threads, float *scores) {
   const pycass_config *c = &p->model->config;
   uint32_t group = c->n_head / c->n_head_kv, together = heads_together(p, n_threads);
   uint32_t parts = (group + together - 1) / together, units = c->n_head_kv * parts;
   for (uint32_t n = thread; n < p->n * units; n += n_threads) {
     uint32_t unit = n % units, first = unit % parts * together;
-    attend(p, n / units, unit / parts * group + first, first + together < group ? together : group - first, layer, scores);
+    attend(p, n / units, unit / parts * group + first, first + together < group ? together : group - first, layer, o, scores);
   }
 }
 
 /* gate = silu(gate) * up for a range of column groups of one token */
-static void activate(const Pass *p, uint32_t i, Range r) {
+static void activate(const Pass *p, uint32_t i, const Matrix *down, Range r) {
   State *s = p->state;
   size_t at = (size_t)i * s->ld_ff + (size_t)r.from * NEST_COLS;
   p->model->kernels->swiglu(s->gate + at, s->up + at, (size_t)(r.to - r.from) * NEST_COLS);
-  ready(p, i, s->gate + (size_t)i * s->ld_ff, p->model->config.n_ff, r);
+  ready(p, i, s->gate + (size_t)i * s->ld_ff, down, r);
 }
 
 static void pass_thread(const Pass *p, uint32_t thread, uint32_t n_threads) {
@@ -233,6 +281,7 @@ static void pass_thread(const Pass *p, uint32_t thread, uint32_t n_threads) {
   const pycass_config *c = &m->config;
   State *s = p->state;
   float *scores = s->scores + (size_t)thread * (c->n_head / c->n_head_kv) * s->ld_scores;
+  Range embd = share(s->ld_embd, thread, n_threads);
 
   for (uint32_t i = thread; i < p->n; i += n_threads)
     embed(p, i);
@@ -240,42 +289,49 @@ static void pass_thread(const Pass *p, uint32_t thread, uint32_t n_threads) {
     const Layer *l = &m->layer[layer];
 
     for (uint32_t i = thread; i < p->n; i += n_threads)
-      add_norm(p, i, layer > 0, l->attn_norm, 0);
+      add_norm(p, i, layer > 0, l->attn_norm, &l->q, 0);
     pool_barrier(p->pool);
+    observe(p, channel_at(c, layer, IN_QKV), s->h, s->ld_embd, c->n_embd, embd);
     Product qkv[] = {{&l->q, s->q, s->ld_q}, {&l->k, s->k, s->ld_kv}, {&l->v, s->v, s->ld_kv}};
     multiply(p, qkv, 3, p->n);
     pool_barrier(p->pool);
     for (uint32_t i = thread; i < p->n; i += n_threads)
       finish_qkv(p, i, l, layer);
     pool_barrier(p->pool);
-    attend_all(p, layer, thread, n_threads, scores);
+    attend_all(p, layer, &l->o, thread, n_threads, scores);
     pool_barrier(p->pool);
     if (!heads_are_groups(p)) {
       for (uint32_t i = thread; i < p->n; i += n_threads)
-        ready(p, i, s->att + (size_t)i * s->ld_q, c->n_head * c->head_dim, (Range){0, s->ld_q / NEST_COLS});
+        ready(p, i, s->att + (size_t)i * s->ld_q, &l->o, (Range){0, l->o.n_group});
       pool_barrier(p->pool);
     }
+    observe(p, channel_at(c, layer, IN_O), s->att, s->ld_q, l->o.cols, share(s->ld_q, thread, n_threads));
     multiply(p, &(Product){&l->o, s->h, s->ld_embd}, 1, p->n);
     pool_barrier(p->pool);
 
     for (uint32_t i = thread; i < p->n; i += n_threads)
-      add_norm(p, i, true, l->ffn_norm, 0);
+      add_norm(p, i, true, l->ffn_norm, &l->gate, 0);
     pool_barrier(p->pool);
+    observe(p, channel_at(c, layer, IN_FFN), s->h, s->ld_embd, c->n_embd, embd);
     Product mlp[] = {{&l->gate, s->gate, s->ld_ff}, {&l->up, s->up, s->ld_ff}};
     multiply(p, mlp, 2, p->n);
     pool_barrier(p->pool);
     for (uint32_t i = 0; i < p->n; i++)
-      activate(p, i, share(s->ld_ff / NEST_COLS, thread, n_threads));
+      activate(p, i, &l->down, share(s->ld_ff / NEST_COLS, thread, n_threads));
     pool_barrier(p->pool);
+    observe(p, channel_at(c, layer, IN_DOWN), s->gate, s->ld_ff, c->n_ff, share(s->ld_ff, thread, n_threads));
     multiply(p, &(Product){&l->down, s->h, s->ld_embd}, 1, p->n);
     pool_barrier(p->pool);
   }
-  if (!p->n_logits)
+  if (!p->n_logits && !p->sum)
     return;
-  uint32_t first = p->n - p->n_logits;
+  uint32_t first = p->sum ? 0 : p->n - p->n_logits;
   for (uint32_t i = first + thread; i < p->n; i += n_threads)
-    add_norm(p, i, true, m->norm, first);
+    add_norm(p, i, true, m->norm, &m->output, first);
   pool_barrier(p->pool);
+  observe(p, channel_at(c, c->n_layer, 0), s->h, s->ld_embd, c->n_embd, embd);
+  if (p->sum)
+    return;
   multiply(p, &(Product){&m->output, s->logits, s->ld_vocab}, 1, p->n_logits);
 }
 

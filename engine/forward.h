@@ -20,8 +20,7 @@ typedef struct State {
   float *logits;          /* [n_logits][ld_vocab] */
   float *scores;          /* [n_threads][n_head / n_head_kv][ld_scores] */
   size_t ld_scores;
-  uint16_t *panels;       /* activations of a product, for the target: [n_batch][the widest input] */
-  QuantActs acts;         /* and for the draft */
+  Acts acts;              /* activations of a product, [n_batch][the widest input] */
 } State;
 
 pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits, uint32_t n_ctx,
@@ -39,6 +38,7 @@ typedef struct Pass {
   uint32_t n;             /* 1 .. state.n_batch */
   uint32_t pos;           /* of ids[0]; the cache holds everything before it */
   uint32_t n_logits;      /* the last n_logits tokens get logits, in state.logits; may be 0 */
+  double *sum, *square;   /* [pycass_model_n_channel]: every token's activations are added; NULL. Then n_logits = 0 */
 } Pass;
 
 /* Writes keys and values of the n tokens at pos .. pos + n - 1. */

@@ -40,21 +40,25 @@ static inline void restore_denormals(uint64_t before) {
 #endif
 }
 
-/* Activations for the target: BF16 times 2^48, in panels of 16 tokens, [ceil(m / 16)][n_group][half line][16][4]. The four are the
- * columns of the half line, as in TileWords. */
+/* Activations of a product, as matrices want them.
+ * panels: BF16 times 2^48, in panels of 16 tokens, [ceil(m / 16)][n_group][half line][16][4]. The four are the
+ * columns of the half line, as in TileWords. Those of hot columns are zero.
+ * hot: the activations of hot columns in the same form, [ceil(m / 16)][half line of hot columns][16][4], n_hot / 4 of 16 half
+ * lines in use.
+ * q, scale, sum: int8 per group of 64 columns, for the draft:
+ *   scale = max|x| / 8890 (127 for int8, 70 for the cells), q = rint(x * (127 / max|x|)), 0 where max|x| = 0. */
 #define PANEL_SCALE 0x1p48f /* so that products with relative weights do not become denormal */
 enum { PANEL_TOKENS = 16, PANEL_WORDS = PANEL_TOKENS * NEST_COLS };
 static inline size_t panel_at(size_t token, size_t n_group, size_t group) {
   return (token / PANEL_TOKENS * n_group + group) * PANEL_WORDS + token % PANEL_TOKENS * 4;
 }
 
-/* Activations for the draft: int8 per group of 64 columns.
- *   scale = max|x| / 8890 (127 for int8, 70 for the cells), q = rint(x * (127 / max|x|)), 0 where max|x| = 0. */
-typedef struct QuantActs {
+typedef struct Acts {
+  uint16_t *panels, *hot;
   int8_t *q;      /* [m][n_group * 64] */
   float *scale;   /* [m][n_group] */
   int32_t *sum;   /* [m][n_group]: of the q of a group */
-} QuantActs;
+} Acts;
 
 /* Attention of the query heads that share a KV head: keys and values are [position][stride] BF16. A head's result does
  * not depend on the others'. */
@@ -81,17 +85,17 @@ typedef struct Kernels {
   void (*round)(uint16_t *panels, const float *x, uint32_t n_group);
   /* y[i][r] = sum over k of W[r][k] x[i][k] for i < m and the row blocks [block0, block1): target arithmetic, BF16 times
    * BF16 into float. Panels are zero from cols on; y [m][ldy], ldy >= 16 n_block.
-   * Order: for each group, two accumulators a row and token from zero, with fused multiply-adds: half lines in turn, a0 takes
+   * Order: hot columns first, as one group with u = 1. For each group, two accumulators a row and token from zero, with fused multiply-adds: half lines in turn, a0 takes
    * of each the columns +2, +0, a1 the columns +6, +4. Then s0 = fma(a0, u, s0) and s1 = fma(a1, u, s1), with u =
    * 2^(G - NEST_BIAS) for tiles in relative form (codec.h), else 1. y = (s0 + s1) / PANEL_SCALE. */
-  void (*matmul)(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
-                 uint32_t block1);
+  void (*matmul)(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0, uint32_t block1);
 
   /* x [m][ldx] -> q, padded with zeros to whole groups. */
-  void (*quantize)(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group);
-  /* The draft's product, nest only, planes A and X only. Order: s = 0; for each group g ascending
+  void (*quantize)(Acts *acts, const float *x, size_t ldx, uint32_t m, uint32_t n_group);
+  /* The draft's product, nest only, speculation data only. Order: s = the product with the hot columns as the target has it +
+   * the bias, each 0 if there is none; for each group g ascending
    *   s = fma((float)I, scale[g] * 2^(G - 127), s), I = the integer dot product of q and signed magnitudes. */
-  void (*matmul_draft)(float *y, size_t ldy, const Matrix *w, const QuantActs *q, uint32_t m, uint32_t block0,
+  void (*matmul_draft)(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
                        uint32_t block1);
 
   /* The rest is kernels_cpu/ops.h compiled for each set. */

@@ -248,13 +248,17 @@ pycass_status pycass_file_tensor(const pycass_file *f, size_t i, pycass_tensor_i
   return PYCASS_OK;
 }
 
-pycass_status pycass_file_tensor_bf16(const pycass_file *f, size_t i, uint16_t *out, size_t n) {
+pycass_status pycass_file_tensor_bf16(const pycass_file *f, size_t i, uint64_t row0, uint64_t row1, uint16_t *out, size_t n) {
   if (i >= f->format.n_tensor)
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "tensor %zu of %zu", i, f->format.n_tensor);
   const Matrix *m = &f->format.tensor[i].matrix;
-  if (n != (size_t)m->rows * m->cols)
-    return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "tensor %s has %zu values, not %zu", f->format.tensor[i].name,
-                     (size_t)m->rows * m->cols, n);
-  matrix_bits(m, out);
+  if (row0 > row1 || row1 > m->rows || n != (size_t)(row1 - row0) * m->cols)
+    return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "tensor %s has %u rows of %u: %zu values are not rows %llu to %llu",
+                     f->format.tensor[i].name, m->rows, m->cols, n, (unsigned long long)row0, (unsigned long long)row1);
+  matrix_bits(m, (uint32_t)row0, (uint32_t)row1, out);
   return PYCASS_OK;
+}
+
+const uint8_t *pycass_file_tensor_part(const pycass_file *f, size_t i, uint32_t type, size_t *size) {
+  return i < f->format.n_tensor ? format_part(&f->format, &f->format.tensor[i], type, size) : NULL;
 }

@@ -5,6 +5,7 @@
 
 typedef struct Binder {
   pycass_model *m;
+  const pycass_model_options *options; /* may be NULL */
   size_t used; /* tensors bound so far */
 } Binder;
 
@@ -21,14 +22,31 @@ static pycass_status find(Binder *b, const char *name, uint64_t rows, uint64_t c
   return PYCASS_OK;
 }
 
+static bool is_listed(const pycass_model_options *o, const char *name) {
+  for (size_t i = 0; o && i < o->n_draft_full; i++)
+    if (strcmp(o->draft_full[i], name) == 0)
+      return true;
+  return false;
+}
+
 static pycass_status bind_matrix(Binder *b, const char *name, uint64_t rows, uint64_t cols, Matrix *out) {
   const Tensor *t;
   RETURN_IF(find(b, name, rows, cols, true, &t));
   *out = t->matrix;
-  b->m->has_draft |= t->matrix.codec != PYCASS_CODEC_RAW;
-  b->m->has_raw |= t->matrix.codec == PYCASS_CODEC_RAW;
-  b->m->draft_bytes += t->info.speculation_bytes;
-  b->m->target_bytes += t->info.speculation_bytes + t->info.verification_bytes;
+  out->draft_full = is_listed(b->options, name);
+  bool full = out->draft_full || out->codec == PYCASS_CODEC_RAW;
+  uint64_t total = t->info.speculation_bytes + t->info.verification_bytes;
+  b->m->has_draft |= !full;
+  b->m->draft_reads_panels |= full;
+  b->m->draft_bytes += full ? total : t->info.speculation_bytes;
+  b->m->target_bytes += total;
+  return PYCASS_OK;
+}
+
+/* Matrices that get the same activations keep the same columns apart. */
+static pycass_status check_same_hot(const Matrix *a, const Matrix *b, uint32_t layer) {
+  if (a->n_hot != b->n_hot || (a->n_hot && memcmp(a->hot, b->hot, a->n_hot * sizeof *a->hot) != 0))
+    return cass_fail(PYCASS_ERR_CORRUPT, "layer %u: matrices of one input have different hot columns", layer);
   return PYCASS_OK;
 }
 
@@ -63,14 +81,17 @@ static pycass_status bind_layer(Binder *b, uint32_t i, Layer *l) {
   RETURN_IF(bind_matrix(b, NAME("mlp.up_proj.weight"), c->n_ff, e, &l->up));
   RETURN_IF(bind_matrix(b, NAME("mlp.down_proj.weight"), e, c->n_ff, &l->down));
 #undef NAME
+  RETURN_IF(check_same_hot(&l->q, &l->k, i));
+  RETURN_IF(check_same_hot(&l->q, &l->v, i));
+  RETURN_IF(check_same_hot(&l->gate, &l->up, i));
   if (!l->q_norm != !l->k_norm)
     return cass_fail(PYCASS_ERR_CORRUPT, "layer %u has only one of q_norm and k_norm", i);
   return PYCASS_OK;
 }
 
-static pycass_status bind(pycass_model *m) {
+static pycass_status bind(pycass_model *m, const pycass_model_options *o) {
   const pycass_config *c = &m->config;
-  Binder b = {m, 0};
+  Binder b = {m, o, 0};
   m->layer = calloc(c->n_layer, sizeof *m->layer);
   if (!m->layer)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for %u layers", c->n_layer);
@@ -89,6 +110,13 @@ static pycass_status bind(pycass_model *m) {
   if (b.used != m->file->format.n_tensor)
     return cass_fail(PYCASS_ERR_UNSUPPORTED, "the file has %zu tensors of which this build knows %zu",
                      m->file->format.n_tensor, b.used);
+  return PYCASS_OK;
+}
+
+static pycass_status check_draft_full(const pycass_model *m, const pycass_model_options *o) {
+  for (size_t i = 0; o && i < o->n_draft_full; i++)
+    if (!format_find(&m->file->format, o->draft_full[i]))
+      return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "draft_full: there is no tensor %s", o->draft_full[i]);
   return PYCASS_OK;
 }
 
@@ -114,7 +142,8 @@ static pycass_status load(pycass_model *m, const char *path, const pycass_model_
     loading = PYCASS_LOAD_READ; /* pages that come later would not be locked */
   RETURN_IF(loader_open(path, loading, &m->file));
   m->config = m->file->format.config;
-  RETURN_IF(bind(m));
+  RETURN_IF(bind(m, o));
+  RETURN_IF(check_draft_full(m, o));
   RETURN_IF(set_rope(m, o));
   return o && o->mlock ? loader_lock(m->file) : PYCASS_OK;
 }

@@ -26,7 +26,7 @@ struct pycass_model {
   Matrix output;        /* [n_vocab, n_embd]; the embedding when tied */
   uint64_t draft_bytes, target_bytes; /* of weights that one pass reads */
   bool has_draft;       /* some matrix is coded, so a draft reads less than the target */
-  bool has_raw;         /* some matrix is not */
+  bool draft_reads_panels; /* some matrix is not, or the draft reads it in full */
 };
 
 #endif

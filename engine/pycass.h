@@ -100,8 +100,11 @@ PYCASS_API const float *pycass_file_rope_inv_freq(const pycass_file *file); /* [
 PYCASS_API const char *pycass_file_json(const pycass_file *file, size_t *len); /* UTF-8, not terminated */
 PYCASS_API size_t pycass_file_tensor_count(const pycass_file *file);
 PYCASS_API pycass_status pycass_file_tensor(const pycass_file *file, size_t index, pycass_tensor_info *out);
-/* Decodes the original bits, row-major, n = product of the shape. */
-PYCASS_API pycass_status pycass_file_tensor_bf16(const pycass_file *file, size_t index, uint16_t *out, size_t n);
+/* Decodes the original bits of rows [row0, row1), row-major, n values in all. A vector is one row. */
+PYCASS_API pycass_status pycass_file_tensor_bf16(const pycass_file *file, size_t index, uint64_t row0, uint64_t row1,
+                                                 uint16_t *out, size_t n);
+/* A part's bytes as they lie in the file (docs/format.md: part types), or NULL; they live as long as the file. */
+PYCASS_API const uint8_t *pycass_file_tensor_part(const pycass_file *file, size_t index, uint32_t type, size_t *size);
 /* Checks the checksum of every section. */
 PYCASS_API pycass_status pycass_file_verify(const pycass_file *file);
 
@@ -124,6 +127,20 @@ PYCASS_API pycass_status pycass_nest_bound(uint64_t rows, uint64_t cols, pycass_
 /* w [rows][cols] row-major BF16. The parts are caller-owned, of the sizes above; *side_size <= side_bound. */
 PYCASS_API pycass_status pycass_nest_encode(const uint16_t *w, uint64_t rows, uint64_t cols, uint8_t *a, uint8_t *x,
                                             uint8_t *b, uint8_t *side, size_t *side_size);
+/* What activations of calibration text say about a matrix's inputs (docs/format.md, "Hot columns and draft bias"). */
+typedef struct pycass_nest_calibration {
+  const uint32_t *hot;     /* [n_hot] columns kept exact for the draft, ascending; n_hot: 0, 16, 32, 48 or 64 */
+  size_t n_hot;
+  const float *importance; /* [cols] weights of the columns' squared errors when group exponents are chosen, finite and not
+                              negative; NULL: all 1 */
+  const float *mean;       /* [cols] mean activations, finite: asks for a draft bias; NULL: none */
+} pycass_nest_calibration;
+/* The same with calibration (NULL: none) and two parts more, which may be NULL where they are not asked for:
+ * hot [ceil(rows / 16)][n_hot / 4][64] and bias [ceil(rows / 16) * 16]. */
+PYCASS_API pycass_status pycass_nest_encode_calibrated(const uint16_t *w, uint64_t rows, uint64_t cols,
+                                                       const pycass_nest_calibration *calibration, uint8_t *a, uint8_t *x,
+                                                       uint8_t *b, uint8_t *side, size_t *side_size, uint16_t *hot,
+                                                       float *bias);
 /* The draft's values of a nest matrix as float32 [rows][cols]; the encoder's own parts as input. */
 PYCASS_API pycass_status pycass_nest_decode_draft(const uint8_t *a, const uint8_t *x, uint64_t rows, uint64_t cols,
                                                   float *out);
@@ -143,6 +160,8 @@ typedef struct pycass_model_options {
   int mlock;             /* keep the weights resident */
   const float *rope_inv_freq; /* [head_dim / 2], replaces the file's; NULL: the file's */
   float rope_attention_factor; /* goes with rope_inv_freq */
+  const char *const *draft_full; /* [n_draft_full] names of tensors that the draft reads as the target does */
+  size_t n_draft_full;
 } pycass_model_options;
 
 /* options may be NULL. */
@@ -186,6 +205,14 @@ PYCASS_API pycass_status pycass_session_eval_draft(pycass_session *session, cons
  * it evaluates at most max_eval tokens per call (0: all) and sets *done. */
 PYCASS_API pycass_status pycass_session_prompt(pycass_session *session, const int32_t *ids, size_t n, size_t max_eval,
                                                size_t *n_reused, int *done);
+
+/* Activations, for calibration. Channels are the inputs of a model's products: per layer n_embd (of q, k, v), n_head head_dim
+ * (o), n_embd (gate, up), n_ff (down), and at the end n_embd (output). */
+PYCASS_API size_t pycass_model_n_channel(const pycass_model *model);
+/* As pycass_session_eval without logits, and adds each token's activations and their squares to sum and square,
+ * [n_channel] both. */
+PYCASS_API pycass_status pycass_session_observe(pycass_session *session, const int32_t *ids, size_t n, double *sum,
+                                                double *square);
 
 /* Sampling. The token at a position is a function of the logits, the tokens before it, these numbers and the
  * position: Gumbel-max with noise from (seed, position, token). Speculation cannot change it. */

@@ -24,6 +24,7 @@ struct pycass_session {
   Sampler sampler;
   Policy policy;
   bool record;
+  double *sum, *square; /* of activations, during pycass_session_observe */
   pycass_stats stats;
 };
 
@@ -146,7 +147,9 @@ static void run(pycass_session *s, bool draft, size_t pos, size_t n, size_t n_lo
                .ids = s->tokens + pos,
                .n = (uint32_t)n,
                .pos = (uint32_t)pos,
-               .n_logits = (uint32_t)n_logits};
+               .n_logits = (uint32_t)n_logits,
+               .sum = draft ? NULL : s->sum,
+               .square = s->square};
   forward(&pass);
 }
 
@@ -159,7 +162,7 @@ static void advance(pycass_session *s, size_t end, float *logits) {
   size_t n_vocab = s->model->config.n_vocab;
   while (s->n_past < end) {
     size_t n = min_size(end - s->n_past, logits ? min_size(s->n_batch, LOGITS_ROWS) : s->n_batch);
-    size_t rows = logits ? n : s->n_past + n == end;
+    size_t rows = s->sum ? 0 : logits ? n : s->n_past + n == end;
     run(s, false, s->n_past, n, rows, s->n_threads_batch);
     for (size_t i = 0; logits && i < n; i++, logits += n_vocab)
       memcpy(logits, logits_row(s, i), n_vocab * sizeof *logits);
@@ -185,6 +188,16 @@ static pycass_status append(pycass_session *s, const int32_t *ids, size_t n) {
 pycass_status pycass_session_eval(pycass_session *s, const int32_t *ids, size_t n, float *logits) {
   RETURN_IF(append(s, ids, n));
   advance(s, s->n_tokens, logits);
+  return PYCASS_OK;
+}
+
+pycass_status pycass_session_observe(pycass_session *s, const int32_t *ids, size_t n, double *sum, double *square) {
+  if (!sum || !square)
+    return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "no room for the activations' sums");
+  RETURN_IF(append(s, ids, n));
+  s->sum = sum, s->square = square;
+  advance(s, s->n_tokens, NULL);
+  s->sum = s->square = NULL;
   return PYCASS_OK;
 }
 

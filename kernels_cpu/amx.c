@@ -2,7 +2,7 @@
  * words of 16 pairs apart, adds the two and then adds that to the sum so far.
  *
  * A result passes 17 roundings inside a TDPBF16PS at most and then one for each of the two per group, so
- *   |y - sum w x| <= (18 + 2 n_group) 2^-24 sum |w x| + 2^-120 (n_group + sum |w| + sum |x|),
+ *   |y - sum w x| <= (20 + 2 n_group) 2^-24 sum |w x| + 2^-120 (n_group + 1 + sum |w| + sum |x|),
  * the last term because the instruction takes denormals for zeros. The scalar order's bound is 32 n_group 2^-24.
  *
  * One order for every m, m = 1 too: groups in turn, in each 8 half lines and 8 more. Token rows are independent in the
@@ -42,7 +42,7 @@ static inline void pair_tiles(PairTile pairs[2], TileWords tile) {
   }
 }
 
-/* What a pass multiplies: groups [g0, g1) of m tokens, as tiles [block][group - g0][half]. */
+/* What a pass multiplies: groups [g0, g1), where hot columns are the first group if there are some, of m tokens, as tiles [block][group - g0][half]. */
 typedef struct Pass {
   const ActTile *act;
   size_t g0, g1;
@@ -69,8 +69,14 @@ static inline void multiply_pairs(PairTile pairs[2], const ActTile *act, size_t 
   }
 }
 
-/* A tile's bits. */
-static void decode_tile(const Matrix *w, size_t t, TileWords out) {
+/* A tile's bits; g counts the hot columns as a group. */
+static void decode_tile(const Matrix *w, size_t block, size_t g, TileWords out) {
+  if (w->n_hot && g == 0) {
+    memset(out, 0, sizeof(TileWords));
+    memcpy(out, hot_half_line(w, block, 0), w->n_hot / 4 * sizeof *out);
+    return;
+  }
+  size_t t = block * w->n_group + g - (w->n_hot != 0);
   if (w->codec == PYCASS_CODEC_NEST)
     set_nest_decode_tile(w, t, out);
   else
@@ -93,7 +99,7 @@ static void pass_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
   for (size_t g = p->g0; g < p->g1; g++) {
     _Alignas(64) TileWords tile;
     _Alignas(64) PairTile pairs[2][2]; /* in turn, so that they need not wait for the last ones' readers */
-    decode_tile(w, block * w->n_group + g, tile);
+    decode_tile(w, block, g, tile);
     pair_tiles(pairs[g % 2], tile);
     memory_is_read();
     multiply_pairs(pairs[g % 2], p->act + (g - p->g0) * 2, p->g1 - p->g0, p->m);
@@ -105,35 +111,40 @@ static void pass_block(float *y, size_t ldy, const Matrix *w, size_t block, cons
     _tile_stored(2, sums[2 * AMX_TOKENS], ROW_BYTES);
   if (p->m > 3 * AMX_TOKENS)
     _tile_stored(3, sums[3 * AMX_TOKENS], ROW_BYTES);
-  const __m512 scale = _mm512_set1_ps(p->g1 == w->n_group ? 1 / PANEL_SCALE : 1);
+  const __m512 scale = _mm512_set1_ps(p->g1 == w->n_group + (w->n_hot != 0) ? 1 / PANEL_SCALE : 1);
   for (uint32_t i = 0; i < p->m; i++)
     _mm512_storeu_ps(y + i * ldy, _mm512_mul_ps(_mm512_loadu_ps(sums[i]), scale));
 }
 
 /* Up to 64 tokens. All row blocks take the first groups, then all the next ones, so that the activations' tiles stay in
  * L2; the sums wait in y, which changes no bit of them. */
-static void amx_tokens(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
+static void amx_tokens(float *y, size_t ldy, const Matrix *w, const Acts *acts, size_t token, uint32_t m, uint32_t block0,
                        uint32_t block1) {
   _Alignas(64) ActTile act[PASS_TILES];
   const size_t blocks = (m + AMX_TOKENS - 1) / AMX_TOKENS, groups = PASS_TILES / 2 / blocks;
+  const size_t hot = w->n_hot != 0, total = w->n_group + hot;
   memset(act, 0, sizeof act); /* rows past m */
-  for (size_t g0 = 0; g0 < w->n_group; g0 += groups) {
-    const Pass p = {act, g0, g0 + min_size(groups, w->n_group - g0), m};
+  for (size_t g0 = 0; g0 < total; g0 += groups) {
+    const Pass p = {act, g0, g0 + min_size(groups, total - g0), m};
     const size_t n = p.g1 - g0;
     for (uint32_t i = 0; i < m; i++)
-      for (size_t hl = 0; hl < 16 * n; hl++)
-        memcpy(act[i / AMX_TOKENS * 2 * n + hl / 8][i % AMX_TOKENS] + 4 * (hl % 8),
-               panels + panel_at(i, w->n_group, g0) + hl * PANEL_TOKENS * 4, 4 * sizeof *panels);
+      for (size_t g = g0; g < p.g1; g++) {
+        const uint16_t *x = g < hot ? acts->hot + panel_at(token + i, 1, 0)
+                                    : acts->panels + panel_at(token + i, w->n_group, g - hot);
+        for (size_t hl = 0; hl < (g < hot ? w->n_hot / 4 : 16); hl++)
+          memcpy(act[i / AMX_TOKENS * 2 * n + (g - g0) * 2 + hl / 8][i % AMX_TOKENS] + 4 * (hl % 8),
+                 x + hl * PANEL_TOKENS * 4, 4 * sizeof *x);
+      }
     for (size_t block = block0; block < block1; block++)
       pass_block(y + block * NEST_ROWS, ldy, w, block, &p);
   }
 }
 
-static void amx_matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
+static void amx_matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
                        uint32_t block1) {
   configure_tiles();
   for (uint32_t i = 0; i < m; i += AMX_BLOCKS * AMX_TOKENS)
-    amx_tokens(y + i * ldy, ldy, w, panels + panel_at(i, w->n_group, 0),
+    amx_tokens(y + i * ldy, ldy, w, acts, i,
                m - i < AMX_BLOCKS * AMX_TOKENS ? m - i : AMX_BLOCKS * AMX_TOKENS, block0, block1);
   _tile_release();
 }

@@ -70,7 +70,7 @@ ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const f
   *scale = top * (1.0f / 8890.0f);
 }
 
-static void simd_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+static void simd_quantize(Acts *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
   for (uint32_t i = 0; i < m; i++)
     for (uint32_t g = 0; g < n_group; g++) {
       size_t at = (size_t)i * n_group + g;
@@ -397,6 +397,22 @@ ALWAYS_INLINE void add_sums(Sums sums, const __m256 s[4], const Sums unit) {
     _mm256_storeu_ps(sums + 8 * i, _mm256_fmadd_ps(s[i], _mm256_loadu_ps(unit + 8 * i), _mm256_loadu_ps(sums + 8 * i)));
 }
 
+/* sums += a row block's hot columns times a token whose activations begin at hot */
+static void multiply_hot(Sums sums, const Matrix *w, size_t block, const uint16_t *hot) {
+  __m256 s[4];
+  for (int k = 0; k < 4; k++)
+    s[k] = _mm256_loadu_ps(sums + 8 * k);
+  for (uint32_t i = 0; i < w->n_hot / 4; i++) {
+    const uint16_t *words = hot_half_line(w, block, i);
+    __m256i v[4];
+    for (int k = 0; k < 4; k++)
+      v[k] = load(words + 16 * k);
+    multiply_half_line(s, v, hot + i * PANEL_TOKENS * 4, 1);
+  }
+  for (int k = 0; k < 4; k++)
+    _mm256_storeu_ps(sums + 8 * k, s[k]);
+}
+
 /* s0 + s1 of the 16 rows, without the panels' scale */
 ALWAYS_INLINE void finish_sums(float *y, const Sums sums) {
   for (int i = 0; i < 16; i += 8) {
@@ -423,9 +439,11 @@ ALWAYS_INLINE void multiply_tile(__m256 s[4], TileDecoder *d, const Cancel *none
 }
 
 /* A row block of a nest matrix times one token, the weights never leaving registers. False if it is damaged. */
-static bool nest_block(float *y, const Matrix *w, size_t block, const uint16_t *panel) {
+static bool nest_block(float *y, const Matrix *w, size_t block, const uint16_t *panel, const uint16_t *hot) {
   bool fits = true;
   Sums sums = {0}, unit;
+  if (w->n_hot)
+    multiply_hot(sums, w, block, hot);
   for (size_t g = 0; g < w->n_group; g++, panel += PANEL_WORDS) {
     Exponents exponents;
     TileDecoder d;
@@ -473,9 +491,12 @@ static __attribute__((noinline)) void tiles_chunk(Sums *sums, const Tile *tile, 
 }
 
 /* A row block times m <= 64 tokens: each tile is decoded once, into L1, a few groups at a time. */
-static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panels, uint32_t m) {
+static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panels, const uint16_t *hot,
+                        uint32_t m) {
   _Alignas(32) Sums sums[MATMUL_TOKENS];
   memset(sums, 0, m * sizeof *sums);
+  for (uint32_t i = 0; w->n_hot && i < m; i++)
+    multiply_hot(sums[i], w, block, hot + panel_at(i, 1, 0));
   for (size_t g = 0; g < w->n_group; g += SPAN) {
     _Alignas(64) Tile tile[SPAN];
     size_t n = min_size(SPAN, w->n_group - g);
@@ -488,16 +509,16 @@ static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, con
     finish_sums(y + i * ldy, sums[i]);
 }
 
-static void set_matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
+static void set_matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
                        uint32_t block1) {
   for (uint32_t i = 0; i < m; i += MATMUL_TOKENS) {
     uint32_t n = m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS;
-    const uint16_t *part = panels + panel_at(i, w->n_group, 0);
+    const uint16_t *part = acts->panels + panel_at(i, w->n_group, 0), *hot = w->n_hot ? acts->hot + panel_at(i, 1, 0) : NULL;
     for (size_t block = block0; block < block1; block++) {
       float *out = y + i * ldy + block * NEST_ROWS;
       bool direct = w->codec == PYCASS_CODEC_NEST && n == 1;
-      if (!direct || !nest_block(out, w, block, part))
-        tiled_block(out, ldy, w, block, part, n);
+      if (!direct || !nest_block(out, w, block, part, hot))
+        tiled_block(out, ldy, w, block, part, hot, n);
     }
   }
 }
@@ -530,13 +551,27 @@ typedef struct DraftPart {
   size_t stride, g0, g1;
 } DraftPart;
 
-/* A row block times n <= 4 tokens, on top of y where g0 > 0. */
+/* What a row block's sums begin with: the product with hot columns, and the bias. */
+static void draft_begin(float *y, size_t ldy, const Matrix *w, size_t block, const Acts *acts, size_t token, size_t n) {
+  for (size_t t = 0; t < n; t++, y += ldy) {
+    Sums sums = {0};
+    if (w->n_hot)
+      multiply_hot(sums, w, block, acts->hot + panel_at(token + t, 1, 0));
+    finish_sums(y, sums);
+    for (int i = 0; i < NEST_ROWS; i += 8) {
+      __m256 bias = w->bias ? _mm256_loadu_ps(w->bias + block * NEST_ROWS + i) : _mm256_setzero_ps();
+      _mm256_storeu_ps(y + i, _mm256_add_ps(_mm256_loadu_ps(y + i), bias));
+    }
+  }
+}
+
+/* A row block times n <= 4 tokens, on top of y. */
 ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_t block, const int n) {
   const __m256i value = table16(_mm_setr_epi8(22, 31, 43, 61, 85, 119, 13, 4, -22, -31, -43, -61, -85, -119, -13, -4));
   const __m256i nibble = _mm256_set1_epi8(15);
   __m256 s[2 * DRAFT_CHUNK];
   for (int t = 0; t < 2 * n; t++)
-    s[t] = d->g0 ? _mm256_loadu_ps(y + (size_t)(t / 2) * ldy + 8 * (t % 2)) : _mm256_setzero_ps();
+    s[t] = _mm256_loadu_ps(y + (size_t)(t / 2) * ldy + 8 * (t % 2));
   for (size_t g = d->g0; g < d->g1; g++) {
     size_t tile = block * d->w->n_group + g;
     for (int half = 0; half < 2; half++) {
@@ -575,7 +610,7 @@ static void draft_block(float *y, size_t ldy, const DraftPart *d, size_t block, 
   }
 }
 
-static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const QuantActs *acts, uint32_t m, uint32_t block0,
+static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
                              uint32_t block1) {
   _Alignas(64) DraftGroup q[DRAFT_GROUPS];
   for (uint32_t i0 = 0; i0 < m; i0 += DRAFT_TOKENS) {
@@ -585,12 +620,15 @@ static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const QuantA
       size_t n = min_size(stride, w->n_group - g0);
       for (uint32_t t = 0; t < count; t++)
         draft_gather(q + t * stride, acts->q + ((size_t)(i0 + t) * w->n_group + g0) * NEST_COLS, n);
-      for (size_t block = block0; block < block1; block++)
+      for (size_t block = block0; block < block1; block++) {
+        if (g0 == 0)
+          draft_begin(y + i0 * ldy + block * NEST_ROWS, ldy, w, block, acts, i0, count);
         for (uint32_t t = 0; t < count; t += DRAFT_CHUNK) {
           DraftPart d = {w, q + t * stride, acts->scale + (size_t)(i0 + t) * w->n_group, stride, g0, g0 + n};
           draft_block(y + (i0 + t) * ldy + block * NEST_ROWS, ldy, &d, block,
                       count - t < DRAFT_CHUNK ? count - t : DRAFT_CHUNK);
         }
+      }
     }
   }
 }

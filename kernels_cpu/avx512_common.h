@@ -62,7 +62,7 @@ ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const f
   *scale = top * (1.0f / 8890.0f);
 }
 
-static void simd_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+static void simd_quantize(Acts *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
   for (uint32_t i = 0; i < m; i++)
     for (uint32_t g = 0; g < n_group; g++) {
       size_t at = (size_t)i * n_group + g;
@@ -373,9 +373,19 @@ ALWAYS_INLINE void multiply_half_line(__m512 *s, __m512i w0, __m512i w1, const u
 }
 
 /* s0 + s1 of the 16 rows, without the panels' scale */
-ALWAYS_INLINE void store_sums(float *y, const __m512 s[2]) {
+ALWAYS_INLINE __m512 finish_sums(const __m512 s[2]) {
   __m512 sum = _mm512_add_ps(_mm512_shuffle_ps(s[0], s[1], 0x88), _mm512_shuffle_ps(s[0], s[1], 0xdd));
-  _mm512_storeu_ps(y, _mm512_mul_ps(sum, _mm512_set1_ps(1 / PANEL_SCALE)));
+  return _mm512_mul_ps(sum, _mm512_set1_ps(1 / PANEL_SCALE));
+}
+
+/* A row block's hot columns times n tokens whose activations begin at hot; the next block's words are fetched. */
+ALWAYS_INLINE void multiply_hot(__m512 *s, const Matrix *w, size_t block, const uint16_t *hot, const int n) {
+  const uint16_t *words = w->hot_words + block * w->n_hot * NEST_ROWS;
+  for (uint32_t i = 0; i < w->n_hot / 4; i++, words += 64) {
+    _mm_prefetch((const char *)((uintptr_t)words + 32 * (uintptr_t)w->n_hot), _MM_HINT_T1);
+    _mm_prefetch((const char *)((uintptr_t)words + 32 * (uintptr_t)w->n_hot + 64), _MM_HINT_T1);
+    multiply_half_line(s, _mm512_loadu_si512(words), _mm512_loadu_si512(words + 32), hot + i * PANEL_TOKENS * 4, n);
+  }
 }
 
 ALWAYS_INLINE void multiply_tile(__m512 *s, TileDecoder *d, const Constants *k, const Cancel *none,
@@ -388,15 +398,16 @@ ALWAYS_INLINE void multiply_tile(__m512 *s, TileDecoder *d, const Constants *k, 
   }
 }
 
-/* A row block of a nest matrix times n tokens, the weights never leaving registers; m of them are stored. False if it is
- * damaged. */
-ALWAYS_INLINE bool nest_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel, uint32_t m,
-                                const int n) {
+/* A row block of a nest matrix times n tokens of a panel, the weights never leaving registers; m of them are stored. False if
+ * it is damaged. */
+ALWAYS_INLINE bool nest_block_n(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel,
+                                const uint16_t *hot, uint32_t m, const int n) {
   const Constants k = constants();
   bool fits = true;
   __m512 sums[2 * PANEL_TOKENS], a[2 * PANEL_TOKENS], unit[2];
   for (int t = 0; t < 2 * n; t++)
     sums[t] = _mm512_setzero_ps();
+  multiply_hot(sums, w, block, hot, n);
   for (size_t g = 0; g < w->n_group; g++, panel += PANEL_WORDS) {
     TileDecoder d;
     tile_decoder_init(&d, w, block * w->n_group + g, &k);
@@ -415,28 +426,29 @@ ALWAYS_INLINE bool nest_block_n(float *y, size_t ldy, const Matrix *w, size_t bl
     fits &= tile_decoder_fits(&d);
   }
   for (int t = 0; t < n && t < (int)m; t++)
-    store_sums(y + (size_t)t * ldy, sums + 2 * t);
+    _mm512_storeu_ps(y + (size_t)t * ldy, finish_sums(sums + 2 * t));
   return fits;
 }
 
 /* n <= 16. From 9 on, pairs of sizes share their code: a panel has room for 16, whatever lies in it. */
-static bool nest_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel, uint32_t n) {
+static bool nest_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panel, const uint16_t *hot,
+                       uint32_t n) {
   switch (n) {
-  case 1: return nest_block_n(y, ldy, w, block, panel, n, 1);
-  case 2: return nest_block_n(y, ldy, w, block, panel, n, 2);
-  case 3: return nest_block_n(y, ldy, w, block, panel, n, 3);
-  case 4: return nest_block_n(y, ldy, w, block, panel, n, 4);
-  case 5: return nest_block_n(y, ldy, w, block, panel, n, 5);
-  case 6: return nest_block_n(y, ldy, w, block, panel, n, 6);
-  case 7: return nest_block_n(y, ldy, w, block, panel, n, 7);
-  case 8: return nest_block_n(y, ldy, w, block, panel, n, 8);
+  case 1: return nest_block_n(y, ldy, w, block, panel, hot, n, 1);
+  case 2: return nest_block_n(y, ldy, w, block, panel, hot, n, 2);
+  case 3: return nest_block_n(y, ldy, w, block, panel, hot, n, 3);
+  case 4: return nest_block_n(y, ldy, w, block, panel, hot, n, 4);
+  case 5: return nest_block_n(y, ldy, w, block, panel, hot, n, 5);
+  case 6: return nest_block_n(y, ldy, w, block, panel, hot, n, 6);
+  case 7: return nest_block_n(y, ldy, w, block, panel, hot, n, 7);
+  case 8: return nest_block_n(y, ldy, w, block, panel, hot, n, 8);
   case 9:
-  case 10: return nest_block_n(y, ldy, w, block, panel, n, 10);
+  case 10: return nest_block_n(y, ldy, w, block, panel, hot, n, 10);
   case 11:
-  case 12: return nest_block_n(y, ldy, w, block, panel, n, 12);
+  case 12: return nest_block_n(y, ldy, w, block, panel, hot, n, 12);
   case 13:
-  case 14: return nest_block_n(y, ldy, w, block, panel, n, 14);
-  default: return nest_block_n(y, ldy, w, block, panel, n, 16);
+  case 14: return nest_block_n(y, ldy, w, block, panel, hot, n, 14);
+  default: return nest_block_n(y, ldy, w, block, panel, hot, n, 16);
   }
 }
 
@@ -479,10 +491,13 @@ static __attribute__((noinline)) void tiles_panel(__m512 *sums, const Tile *tile
 }
 
 /* A row block times m <= 64 tokens: each tile is decoded once, into L1, a few groups at a time. */
-static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panels, uint32_t m) {
+static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panels, const uint16_t *hot,
+                        uint32_t m) {
   __m512 sums[2 * MATMUL_TOKENS];
   for (uint32_t i = 0; i < 2 * m; i++)
     sums[i] = _mm512_setzero_ps();
+  for (uint32_t i = 0; w->n_hot && i < m; i++)
+    multiply_hot(sums + 2 * i, w, block, hot + panel_at(i, 1, 0), 1);
   for (size_t g = 0; g < w->n_group; g += SPAN) {
     _Alignas(64) Tile tile[SPAN];
     size_t n = min_size(SPAN, w->n_group - g);
@@ -492,19 +507,19 @@ static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, con
       tiles_panel(sums + 2 * i, tile, n, panels + panel_at(i, w->n_group, g), m - i < TILE_TOKENS ? m - i : TILE_TOKENS);
   }
   for (uint32_t i = 0; i < m; i++)
-    store_sums(y + i * ldy, sums + 2 * i);
+    _mm512_storeu_ps(y + i * ldy, finish_sums(sums + 2 * i));
 }
 
-static inline void set_matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
+static inline void set_matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
                               uint32_t block1) {
   for (uint32_t i = 0; i < m; i += MATMUL_TOKENS) {
     uint32_t n = m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS;
-    const uint16_t *part = panels + panel_at(i, w->n_group, 0);
+    const uint16_t *part = acts->panels + panel_at(i, w->n_group, 0), *hot = w->n_hot ? acts->hot + panel_at(i, 1, 0) : NULL;
     for (size_t block = block0; block < block1; block++) {
       float *out = y + i * ldy + block * NEST_ROWS;
       bool direct = w->codec == PYCASS_CODEC_NEST && n <= PANEL_TOKENS;
-      if (!direct || !nest_block(out, ldy, w, block, part, n))
-        tiled_block(out, ldy, w, block, part, n);
+      if (!direct || !nest_block(out, ldy, w, block, part, hot, n))
+        tiled_block(out, ldy, w, block, part, hot, n);
     }
   }
 }
@@ -533,7 +548,18 @@ typedef struct DraftPart {
   size_t stride, g0, g1;
 } DraftPart;
 
-/* A row block times n <= 8 tokens, on top of y where g0 > 0. With 128 added the magnitudes are unsigned bytes, as
+/* What a row block's sums begin with: the product with hot columns, and the bias. */
+static void draft_begin(float *y, size_t ldy, const Matrix *w, size_t block, const Acts *acts, size_t token, size_t n) {
+  __m512 bias = w->bias ? _mm512_loadu_ps(w->bias + block * NEST_ROWS) : _mm512_setzero_ps();
+  for (size_t t = 0; t < n; t++) {
+    __m512 s[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    if (w->n_hot)
+      multiply_hot(s, w, block, acts->hot + panel_at(token + t, 1, 0), 1);
+    _mm512_storeu_ps(y + t * ldy, _mm512_add_ps(finish_sums(s), bias));
+  }
+}
+
+/* A row block times n <= 8 tokens, on top of y. With 128 added the magnitudes are unsigned bytes, as
  * dpbusd wants them; the sum of q takes it off again. */
 ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_t block, const int n) {
   const __m512i magnitude = _mm512_broadcast_i32x4(
@@ -542,7 +568,7 @@ ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_
   const size_t n_group = d->w->n_group;
   __m512 s[DRAFT_CHUNK];
   for (int t = 0; t < n; t++)
-    s[t] = d->g0 ? _mm512_loadu_ps(y + (size_t)t * ldy) : _mm512_setzero_ps();
+    s[t] = _mm512_loadu_ps(y + (size_t)t * ldy);
   for (size_t g = d->g0; g < d->g1; g++) {
     const uint8_t *a = d->w->a + 512 * (block * n_group + g), *x = d->w->x + 16 * (block * n_group + g);
     __m512i sum0[DRAFT_CHUNK], sum1[DRAFT_CHUNK];
@@ -584,7 +610,7 @@ static void draft_block(float *y, size_t ldy, const DraftPart *d, size_t block, 
   }
 }
 
-static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const QuantActs *acts, uint32_t m, uint32_t block0,
+static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
                              uint32_t block1) {
   _Alignas(64) DraftGroup q[DRAFT_GROUPS];
   for (uint32_t i0 = 0; i0 < m; i0 += DRAFT_TOKENS) {
@@ -594,13 +620,16 @@ static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const QuantA
       size_t n = min_size(stride, w->n_group - g0);
       for (uint32_t t = 0; t < count; t++)
         draft_gather(q + t * stride, acts->q + ((size_t)(i0 + t) * w->n_group + g0) * NEST_COLS, n);
-      for (size_t block = block0; block < block1; block++)
+      for (size_t block = block0; block < block1; block++) {
+        if (g0 == 0)
+          draft_begin(y + i0 * ldy + block * NEST_ROWS, ldy, w, block, acts, i0, count);
         for (uint32_t t = 0; t < count; t += DRAFT_CHUNK) {
           size_t at = (size_t)(i0 + t) * w->n_group;
           DraftPart d = {w, q + t * stride, acts->scale + at, acts->sum + at, stride, g0, g0 + n};
           draft_block(y + (i0 + t) * ldy + block * NEST_ROWS, ldy, &d, block,
                       count - t < DRAFT_CHUNK ? count - t : DRAFT_CHUNK);
         }
+      }
     }
   }
 }

@@ -188,7 +188,7 @@ static inline void ops_quantize_group(int8_t *q, float *scale, int32_t *sum, con
   *scale = top * (1.0f / 8890.0f);
 }
 
-static inline void ops_quantize(QuantActs *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+static inline void ops_quantize(Acts *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
   for (uint32_t i = 0; i < m; i++)
     for (uint32_t g = 0; g < n_group; g++) {
       size_t at = (size_t)i * n_group + g;

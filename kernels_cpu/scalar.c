@@ -19,21 +19,34 @@ static void decode_tile(const Matrix *w, size_t t, TileWords out, float unit[NES
     unit[r] = f32_from_bits((uint32_t)(w->x[16 * t + (size_t)r] - NEST_BIAS + 127) << 23);
 }
 
+/* a += the product of row r of a half line with a token's activations [4]. */
+static void multiply_words(float a[2], const uint16_t *half_line, uint32_t r, const uint16_t *x) {
+  for (uint32_t i = 0; i < 2; i++)
+    for (uint32_t c = 2 * i + 2; c-- > 2 * i;)
+      a[i] = fmaf(bf16_to_f32(half_line[tile_word(r, c)]), bf16_to_f32(x[c]), a[i]);
+}
+
 /* a += the product of row r of a tile with a token's activations [16][PANEL_TOKENS][4]. */
 static void multiply_row(float a[2], TileWords tile, uint32_t r, const uint16_t *x) {
   for (uint32_t hl = 0; hl < 16; hl++, x += PANEL_TOKENS * 4)
-    for (uint32_t i = 0; i < 2; i++)
-      for (uint32_t c = 2 * i + 2; c-- > 2 * i;)
-        a[i] = fmaf(bf16_to_f32(tile[hl][tile_word(r, c)]), bf16_to_f32(x[c]), a[i]);
+    multiply_words(a, tile[hl], r, x);
 }
 
-static void matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels, uint32_t m, uint32_t block0,
-                   uint32_t block1) {
+/* s += the product of row r of a row block's hot columns with a token's activations. */
+static void multiply_hot(float s[2], const Matrix *w, size_t block, uint32_t r, const Acts *acts, size_t token) {
+  for (uint32_t i = 0; i < w->n_hot / 4; i++)
+    multiply_words(s, hot_half_line(w, block, i), r, acts->hot + panel_at(token, 1, 0) + i * PANEL_TOKENS * 4);
+}
+
+static void matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0, uint32_t block1) {
   enum { TOKENS = 64 };
   for (uint32_t block = block0; block < block1; block++)
     for (uint32_t i0 = 0; i0 < m; i0 += TOKENS) {
       uint32_t count = m - i0 < TOKENS ? m - i0 : TOKENS;
       float s[TOKENS][NEST_ROWS][2] = {{{0}}};
+      for (uint32_t i = 0; i < count; i++)
+        for (uint32_t r = 0; r < NEST_ROWS; r++)
+          multiply_hot(s[i][r], w, block, r, acts, i0 + i);
       for (uint32_t g = 0; g < w->n_group; g++) {
         TileWords tile;
         float unit[NEST_ROWS];
@@ -41,7 +54,7 @@ static void matmul(float *y, size_t ldy, const Matrix *w, const uint16_t *panels
         for (uint32_t i = 0; i < count; i++)
           for (uint32_t r = 0; r < NEST_ROWS; r++) {
             float a[2] = {0, 0};
-            multiply_row(a, tile, r, panels + panel_at(i0 + i, w->n_group, g));
+            multiply_row(a, tile, r, acts->panels + panel_at(i0 + i, w->n_group, g));
             for (int k = 0; k < 2; k++)
               s[i][r][k] = fmaf(a[k], unit[r], s[i][r][k]);
           }
@@ -64,16 +77,18 @@ static int32_t draft_dot(const uint8_t *a, uint32_t r, const int8_t *q) {
   return sum;
 }
 
-static void matmul_draft(float *y, size_t ldy, const Matrix *w, const QuantActs *q, uint32_t m, uint32_t block0,
+static void matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
                          uint32_t block1) {
   for (uint32_t block = block0; block < block1; block++)
     for (uint32_t i = 0; i < m; i++)
       for (uint32_t r = 0; r < NEST_ROWS; r++) {
-        float s = 0;
+        float hot[2] = {0, 0};
+        multiply_hot(hot, w, block, r, acts, i);
+        float s = (hot[0] + hot[1]) * (1 / PANEL_SCALE) + (w->bias ? w->bias[(size_t)block * NEST_ROWS + r] : 0);
         for (uint32_t g = 0; g < w->n_group; g++) {
           size_t t = (size_t)block * w->n_group + g, at = (size_t)i * w->n_group + g;
-          float scale = q->scale[at] * f32_from_bits((uint32_t)w->x[16 * t + r] << 23);
-          s = fmaf((float)draft_dot(w->a + 512 * t, r, q->q + at * NEST_COLS), scale, s);
+          float scale = acts->scale[at] * f32_from_bits((uint32_t)w->x[16 * t + r] << 23);
+          s = fmaf((float)draft_dot(w->a + 512 * t, r, acts->q + at * NEST_COLS), scale, s);
         }
         y[i * ldy + (size_t)block * NEST_ROWS + r] = s;
       }

@@ -132,15 +132,26 @@ class CassFile:
                 name, shape, _CODECS[t.codec], t.speculation_bytes, t.verification_bytes, t.bf16_crc32c, i
             )
 
-    def bf16(self, name: str) -> np.ndarray:
-        """The tensor's original bits: uint16, of the checkpoint's shape."""
+    def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise InvalidArgument(f"{self.path} has no tensor {name}")
-        info = self.tensors[name]
-        out = np.empty(info.shape, dtype=np.uint16)
+        return self.tensors[name]
+
+    def bf16(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """The tensor's original bits: uint16, of the checkpoint's shape, or of rows [first, last) of it. A vector is one
+        row."""
+        info = self._info(name)
+        r0, r1 = rows or (0, info.shape[0] if len(info.shape) == 2 else 1)
+        out = np.empty(info.shape if rows is None else (max(r1 - r0, 0), info.shape[-1]), dtype=np.uint16)
         pointer = ffi.cast("uint16_t *", ffi.from_buffer(out))
-        check(lib.pycass_file_tensor_bf16(self._handle(), info.index, pointer, out.size), self.path)
+        check(lib.pycass_file_tensor_bf16(self._handle(), info.index, r0, r1, pointer, out.size), self.path)
         return out
+
+    def part(self, name: str, kind: int) -> bytes | None:
+        """A part of a tensor by its type (docs/format.md), or None."""
+        size = ffi.new("size_t *")
+        data = lib.pycass_file_tensor_part(self._handle(), self._info(name).index, kind, size)
+        return None if data == ffi.NULL else bytes(ffi.buffer(data, size[0]))
 
     def verify(self) -> None:
         """Checks the checksum of every section, then every tensor's decoded bits against its own.

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,6 +127,7 @@ class Model:
         mmap: bool | None = None,
         mlock: bool = False,
         rope_scaling: dict | None = None,
+        draft_full: Sequence[str] = (),
     ) -> "Model":
         """Loads a `.cass` file; `pycass.pull.resolve` gives one for a name, a GGUF file or a Hugging Face folder.
 
@@ -134,6 +136,7 @@ class Model:
         mmap: map the file, which shares its memory with other processes, or read it into huge pages, which are
         faster; None: map it and, if there is room, move it to huge pages in the background.
         rope_scaling: replaces the file's, in transformers' terms: {"rope_type": "yarn", "factor": 4.0, ...}.
+        draft_full: names of tensors that the draft reads as the target does, * and ? standing for others (fnmatch).
         """
         path, keep = _path(path), []
         options = ffi.new("pycass_model_options *")
@@ -147,6 +150,8 @@ class Model:
         options.mlock = mlock
         if rope_scaling:
             keep.append(_set_rope(options, path, rope_scaling))
+        if draft_full:
+            keep.append(_set_draft_full(options, path, draft_full))
         out = ffi.new("pycass_model **")
         with ThreadPoolExecutor(1) as pool:  # a tokenizer takes as long to build as the weights to read
             text = pool.submit(_read_text, path)
@@ -215,6 +220,25 @@ class Model:
             check(lib.pycass_session_trim(session, 0))
             check(function(session, _int32s(ids), len(ids), ffi.cast("float *", ffi.from_buffer(out))))
         return out
+
+    def observe(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, int]:
+        """Sums of the activations that go into the model's products, and of their squares, over the tokens of some texts:
+        (float64 [n_channel], float64 [n_channel], number of tokens). Channels are those of pycass_model_n_channel. The first
+        token of a text is left out: models park large numbers there."""
+        with self._use() as session:
+            n, count = lib.pycass_model_n_channel(self._model), 0
+            sums = np.zeros((2, n))
+            pointers = [ffi.cast("double *", ffi.from_buffer(row)) for row in sums]
+            for text in map(_ids, texts):
+                if len(text) > self.n_ctx:
+                    raise ContextFull(f"{len(text)} tokens do not fit: the context holds {self.n_ctx}")
+                if len(text) < 2:
+                    continue
+                check(lib.pycass_session_trim(session, 0))
+                check(lib.pycass_session_eval(session, _int32s(text[:1]), 1, ffi.NULL))
+                check(lib.pycass_session_observe(session, _int32s(text[1:]), len(text) - 1, *pointers))
+                count += len(text) - 1
+        return sums[0], sums[1], count
 
     # ---- state ----
 
@@ -557,6 +581,19 @@ def _new_session(model, n_ctx, threads, threads_batch, batch_size):
     out = ffi.new("pycass_session **")
     check(lib.pycass_session_new(model, options, out))
     return ffi.gc(out[0], lib.pycass_session_free)
+
+
+def _set_draft_full(options, path: str, patterns):
+    """Fills in the tensors that the patterns name; returns what must live as long as the options."""
+    with CassFile(path) as f:
+        names = [name for name in f.tensors if any(fnmatchcase(name, p) for p in patterns)]
+        for p in patterns:
+            if not any(fnmatchcase(name, p) for name in names):
+                raise InvalidArgument(f"draft_full: {path} has no tensor {p}")
+    texts = [ffi.new("char[]", name.encode()) for name in names]
+    array = ffi.new("char *[]", texts)
+    options.draft_full, options.n_draft_full = array, len(texts)
+    return texts, array
 
 
 def _set_rope(options, path: str, scaling: dict):

@@ -38,6 +38,9 @@ typedef struct Case {
   uint16_t *bits; /* [rows][cols] */
   uint8_t *a, *x, *b, *side;
   size_t side_size;
+  uint32_t *hot;
+  uint16_t *hot_words;
+  float *bias;
 } Case;
 
 static inline void *copy_exact(const void *p, size_t n) {
@@ -69,8 +72,34 @@ static inline Case case_make(pycass_codec codec, int kind, uint32_t rows, uint32
   return t;
 }
 
+/* A nest matrix with hot columns, as many as fit of n_hot, and a draft bias. */
+static inline Case case_make_hot(int kind, uint32_t rows, uint32_t cols, uint32_t n_hot) {
+  Case t = case_make(PYCASS_CODEC_NEST, kind, rows, cols);
+  size_t side_size, blocks = (rows + 15) / 16;
+  float *mean = malloc(cols * sizeof *mean), *importance = malloc(cols * sizeof *importance);
+  n_hot = n_hot < cols ? n_hot : cols / HOT_UNIT * HOT_UNIT;
+  t.hot = malloc(HOT_MOST * sizeof *t.hot);
+  for (uint32_t k = 0, n = 0; k < cols; k++) {
+    mean[k] = random_gauss(), importance[k] = mean[k] * mean[k];
+    if (n < n_hot && random_below(cols - k) < n_hot - n)
+      t.hot[n++] = k;
+  }
+  pycass_nest_sizes n;
+  CHECK(pycass_nest_bound(rows, cols, &n) == PYCASS_OK, "bound");
+  free(t.side), t.side = malloc(n.side_bound);
+  t.hot_words = malloc(blocks * 16 * n_hot * 2 + 1), t.bias = malloc(blocks * 16 * sizeof *t.bias);
+  pycass_nest_calibration c = {t.hot, n_hot, importance, mean};
+  CHECK(pycass_nest_encode_calibrated(t.bits, rows, cols, &c, t.a, t.x, t.b, t.side, &side_size, t.hot_words, t.bias) ==
+            PYCASS_OK,
+        "%s", pycass_error_detail());
+  t.side_size = side_size, t.w.side = t.side;
+  t.w.n_hot = n_hot, t.w.hot = t.hot, t.w.hot_words = t.hot_words, t.w.bias = t.bias;
+  free(mean), free(importance);
+  return t;
+}
+
 static inline void case_free(Case *t) {
-  free(t->bits), free(t->a), free(t->x), free(t->b), free(t->side);
+  free(t->bits), free(t->a), free(t->x), free(t->b), free(t->side), free(t->hot), free(t->hot_words), free(t->bias);
 }
 
 /* Activations [m][ld], zero from cols on. */
@@ -82,13 +111,25 @@ static inline float *random_acts(uint32_t m, uint32_t cols, size_t ld) {
   return x;
 }
 
-/* Those activations as panels for the target. */
-static inline uint16_t *panels_of(const Kernels *k, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
-  uint16_t *panels = calloc(round_up(m, PANEL_TOKENS) * n_group * NEST_COLS, sizeof *panels);
-  for (uint32_t i = 0; i < m; i++)
-    k->round(panels + panel_at(i, n_group, 0), x + i * ldx, n_group);
-  return panels;
+/* Those activations as products of w want them. */
+static inline Acts acts_of(const Kernels *k, const float *x, size_t ldx, uint32_t m, const Matrix *w) {
+  size_t n_group = w->n_group, n = (size_t)m * n_group, panels = round_up(m, PANEL_TOKENS);
+  Acts a = {calloc(panels * n_group * NEST_COLS, 2), calloc(panels * NEST_COLS, 2), malloc(n * NEST_COLS),
+            malloc(n * sizeof(float)), malloc(n * sizeof(int32_t))};
+  float *cold = copy_exact(x, ((size_t)(m - 1) * ldx + n_group * NEST_COLS) * sizeof *x);
+  for (uint32_t i = 0; i < m; i++) {
+    for (uint32_t c = 0; c < w->n_hot; c++) {
+      a.hot[panel_at(i, 1, 0) + c / 4 * PANEL_TOKENS * 4 + c % 4] = bf16_from_f32(x[i * ldx + w->hot[c]] * PANEL_SCALE);
+      cold[i * ldx + w->hot[c]] = 0;
+    }
+    k->round(a.panels + panel_at(i, n_group, 0), cold + i * ldx, w->n_group);
+  }
+  k->quantize(&a, cold, ldx, m, w->n_group);
+  free(cold);
+  return a;
 }
+
+static inline void acts_free(Acts *a) { free(a->panels), free(a->hot), free(a->q), free(a->scale), free(a->sum); }
 
 /* Same bits, or both NaN: which NaN comes out of a sum of NaNs is no one's business. */
 static inline int same_floats(const float *a, const float *b, size_t n) {

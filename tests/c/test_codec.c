@@ -12,7 +12,7 @@ static void check_round_trip(int kind, uint32_t rows, uint32_t cols) {
   CHECK(t.side_size <= s.side_bound && t.side_size % 64 == 0, "%u x %u: side of %zu", rows, cols, t.side_size);
   CHECK(nest_check_side(t.side, t.side_size, matrix_tiles(&t.w)) == PYCASS_OK, "%s", pycass_error_detail());
   uint16_t *bits = malloc(2 * n);
-  matrix_bits(&t.w, bits);
+  matrix_bits(&t.w, 0, t.w.rows, bits);
   CHECK(memcmp(bits, t.bits, 2 * n) == 0, "%s, %u x %u: other bits", kind_name[kind], rows, cols);
   float *row = malloc(cols * sizeof *row);
   for (uint32_t r = 0; r < rows; r += 1 + rows / 4) {
@@ -55,7 +55,7 @@ static void test_every_value(void) {
         w[r * COLS + (r + 1) % COLS] = with_large ? 0x7f7f : 0;
       }
       CHECK(pycass_nest_encode(w, ROWS, COLS, a, x, b, side, &side_size) == PYCASS_OK, "encode");
-      matrix_bits(&m, back);
+      matrix_bits(&m, 0, m.rows, back);
       CHECK(memcmp(w, back, 2 * ROWS * COLS) == 0, "values from %u", base);
       memset(w, 0, 2 * ROWS * COLS);
     }
@@ -165,7 +165,7 @@ static void test_any_planes(void) {
     CHECK(nest_check_side(side, side_size, tiles) == PYCASS_OK, "%s", pycass_error_detail());
     m.a = p, m.b = p + 512 * tiles, m.x = p + 1280 * tiles, m.side = side;
     uint16_t *out = malloc(2 * (size_t)rows * cols);
-    matrix_bits(&m, out);
+    matrix_bits(&m, 0, m.rows, out);
     free(out), free(p), free(around);
   }
 }

@@ -36,7 +36,7 @@ static pycass_status try_file(const uint8_t *data, size_t size) {
     CHECK(pycass_file_tensor(f, i, &t) == PYCASS_OK, "tensor %zu", i);
     size_t n = t.shape[0] * (t.n_dims == 2 ? t.shape[1] : 1);
     uint16_t *out = malloc(2 * n);
-    CHECK(pycass_file_tensor_bf16(f, i, out, n) == PYCASS_OK, "%s", pycass_error_detail());
+    CHECK(pycass_file_tensor_bf16(f, i, 0, t.n_dims == 2 ? t.shape[0] : 1, out, n) == PYCASS_OK, "%s", pycass_error_detail());
     free(out);
   }
   pycass_file_close(f);
@@ -62,8 +62,18 @@ static void check_tensor(const pycass_file *f, const char *name, const uint16_t 
   CHECK(t.shape[0] == rows && t.shape[1] == cols && t.n_dims == 1 + (cols != 0), "%s: shape", name);
   CHECK(t.bf16_crc32c == pycass_crc32c(0, want, 2 * n), "%s: checksum", name);
   uint16_t *got = malloc(2 * n);
-  CHECK(pycass_file_tensor_bf16(f, i, got, n + 1) == PYCASS_ERR_INVALID_ARGUMENT, "%s: a wrong size", name);
-  CHECK(pycass_file_tensor_bf16(f, i, got, n) == PYCASS_OK && memcmp(got, want, 2 * n) == 0, "%s: bits", name);
+  uint64_t end = cols ? rows : 1, width = cols ? cols : rows;
+  CHECK(pycass_file_tensor_bf16(f, i, 0, end, got, n + 1) == PYCASS_ERR_INVALID_ARGUMENT, "%s: a wrong size", name);
+  CHECK(pycass_file_tensor_bf16(f, i, 1, end + 1, got, n) == PYCASS_ERR_INVALID_ARGUMENT, "%s: a row too many", name);
+  CHECK(pycass_file_tensor_bf16(f, i, UINT64_MAX, 0, got, width) == PYCASS_ERR_INVALID_ARGUMENT, "%s: rows backwards", name);
+  CHECK(pycass_file_tensor_bf16(f, i, 0, end, got, n) == PYCASS_OK && memcmp(got, want, 2 * n) == 0, "%s: bits", name);
+  for (uint64_t r0 = 0; r0 < end; r0++)
+    for (uint64_t r1 = r0; r1 <= end; r1++) {
+      memset(got, 0x55, 2 * n);
+      CHECK(pycass_file_tensor_bf16(f, i, r0, r1, got, (r1 - r0) * width) == PYCASS_OK &&
+                memcmp(got, want + r0 * width, 2 * (r1 - r0) * width) == 0,
+            "%s: rows %llu to %llu", name, (unsigned long long)r0, (unsigned long long)r1);
+    }
   free(got);
 }
 
@@ -83,7 +93,7 @@ static void test_good(void) {
   CHECK(pycass_file_rope_inv_freq(f)[0] == 1, "rope");
   pycass_tensor_info t;
   CHECK(pycass_file_tensor(f, 3, &t) == PYCASS_ERR_INVALID_ARGUMENT, "tensor 3 of 3");
-  CHECK(pycass_file_tensor_bf16(f, SIZE_MAX, vector_bits, 1) == PYCASS_ERR_INVALID_ARGUMENT, "tensor 2^64 - 1");
+  CHECK(pycass_file_tensor_bf16(f, SIZE_MAX, 0, 1, vector_bits, 1) == PYCASS_ERR_INVALID_ARGUMENT, "tensor 2^64 - 1");
   pycass_file_close(f), pycass_file_close(NULL);
   CHECK(pycass_file_open_buffer(data + 1, size - 1, &f) == PYCASS_ERR_INVALID_ARGUMENT, "an unaligned buffer");
   CHECK(pycass_file_open_buffer(NULL, 0, &f) == PYCASS_ERR_INVALID_ARGUMENT, "no buffer");
@@ -303,7 +313,7 @@ static void test_directory_fields(void) {
       {"columns of a vector", VECTOR + 16, 8, 1, BAD}, {"size of a vector", VECTOR + 8, 8, 36, BAD},
       {"rows of raw", RAW + 8, 8, 8, BAD}, {"checksum", NEST + 24, 4, 1, PYCASS_OK}, {"reserved", NEST + 28, 4, 1, BAD},
       {"name", NEST + 32, 1, 7, BAD}, {"name", NEST + 32, 1, 0, BAD}, {"name", NEST + 32, 1, 0x7f, BAD},
-      {"part type", NEST_PART, 4, 0, UNKNOWN}, {"part type", NEST_PART, 4, 20, UNKNOWN},
+      {"part type", NEST_PART, 4, 0, UNKNOWN}, {"part type", NEST_PART, 4, 24, UNKNOWN},
       {"part type", NEST_PART, 4, 0x7fffffff, UNKNOWN}, {"part type", NEST_PART, 4, 0x80000010, BAD},
       {"part type", NEST_PART, 4, 17, BAD}, {"part type", NEST_PART, 4, 1, BAD}, {"part type", RAW_PART, 4, 16, BAD},
       {"section", NEST_PART + 4, 4, 0, BAD}, {"section", NEST_PART + 4, 4, 2, BAD}, {"section", NEST_PART + 4, 4, 3, BAD},

@@ -54,7 +54,7 @@ static void test_decode(void) {
       uint32_t rows = 1 + random_below(70), cols = 1 + random_below(300);
       Case t = case_make(PYCASS_CODEC_NEST, kind, rows, cols);
       uint16_t *bits = malloc(sizeof *bits * rows * cols);
-      matrix_bits(&t.w, bits);
+      matrix_bits(&t.w, 0, t.w.rows, bits);
       CHECK(memcmp(bits, t.bits, sizeof *bits * rows * cols) == 0, "scalar, %s: other bits", kind_name[kind]);
       free(bits);
       check_tiles(&t.w, kind_name[kind]);
@@ -63,14 +63,10 @@ static void test_decode(void) {
 }
 
 /* Calls the product for some ranges of blocks in turn. */
-static void by_ranges(const Kernels *k, float *y, size_t ldy, const Matrix *w, const uint16_t *panels,
-                      const QuantActs *q, uint32_t m) {
+static void by_ranges(const Kernels *k, float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, bool draft) {
   for (uint32_t block = 0; block < w->n_block;) {
     uint32_t end = block + 1 + random_below(w->n_block - block);
-    if (q)
-      k->matmul_draft(y, ldy, w, q, m, block, end);
-    else
-      k->matmul(y, ldy, w, panels, m, block, end);
+    (draft ? k->matmul_draft : k->matmul)(y, ldy, w, acts, m, block, end);
     block = end;
   }
 }
@@ -79,15 +75,15 @@ static void by_ranges(const Kernels *k, float *y, size_t ldy, const Matrix *w, c
 static void check_damaged_product(const Matrix *w, uint32_t m) {
   size_t ld = (size_t)w->n_group * NEST_COLS, ldy = (size_t)w->n_block * NEST_ROWS;
   float *x = random_acts(m, w->cols, ld), *want = calloc(m * ldy, sizeof *want), *got = calloc(m * ldy, sizeof *got);
-  uint16_t *panels = panels_of(scalar, x, ld, m, w->n_group);
-  by_ranges(scalar, want, ldy, w, panels, NULL, m);
+  Acts acts = acts_of(scalar, x, ld, m, w);
+  by_ranges(scalar, want, ldy, w, &acts, m, false);
   for (int s = 0; s < n_sets; s++) {
     if (strcmp(sets[s]->name, "amx") == 0)
       continue;
-    by_ranges(sets[s], got, ldy, w, panels, NULL, m);
+    by_ranges(sets[s], got, ldy, w, &acts, m, false);
     CHECK(same_floats(want, got, m * ldy), "%s: a damaged matrix, %u x %u, m = %u", sets[s]->name, w->rows, w->cols, m);
   }
-  free(x), free(want), free(got), free(panels);
+  free(x), free(want), free(got), acts_free(&acts);
 }
 
 /* Planes and records of any bytes: the same bits from every set, and no read outside the buffers (for address
@@ -146,30 +142,23 @@ static void test_damaged_headers(void) {
 
 /* ---- products -------------------------------------------------------------------------------------- */
 
-static QuantActs quant_acts(uint32_t m, uint32_t n_group) {
-  size_t n = (size_t)m * n_group;
-  return (QuantActs){malloc(n * NEST_COLS), malloc(n * sizeof(float)), malloc(n * sizeof(int32_t))};
-}
-
 static void check_matmul(const Case *t, const char *what, uint32_t m, bool draft) {
   const Matrix *w = &t->w;
   size_t ldx = (size_t)w->n_group * NEST_COLS + 16 * random_below(2);
   size_t ldy = (size_t)w->n_block * NEST_ROWS + random_below(3), n = (size_t)(m - 1) * ldy + w->n_block * NEST_ROWS;
   float *x = random_acts(m, w->cols, ldx), *want = calloc(n, sizeof *want);
-  QuantActs q = quant_acts(m, w->n_group);
-  scalar->quantize(&q, x, ldx, m, w->n_group);
-  uint16_t *panels = panels_of(scalar, x, ldx, m, w->n_group);
-  by_ranges(scalar, want, ldy, w, panels, draft ? &q : NULL, m);
+  Acts acts = acts_of(scalar, x, ldx, m, w);
+  by_ranges(scalar, want, ldy, w, &acts, m, draft);
   for (int s = 0; s < n_sets; s++) {
     float *got = calloc(n, sizeof *got);
     if (strcmp(sets[s]->name, "amx") != 0 || draft) {
-      by_ranges(sets[s], got, ldy, w, panels, draft ? &q : NULL, m);
-      CHECK(same_floats(want, got, n), "%s, %s, codec %d: %u x %u, m = %u, draft %d", sets[s]->name, what,
-            (int)w->codec, w->rows, w->cols, m, draft);
+      by_ranges(sets[s], got, ldy, w, &acts, m, draft);
+      CHECK(same_floats(want, got, n), "%s, %s, codec %d: %u x %u, m = %u, draft %d, %u hot", sets[s]->name, what,
+            (int)w->codec, w->rows, w->cols, m, draft, w->n_hot);
     }
     free(got);
   }
-  free(x), free(want), free(panels), free(q.q), free(q.scale), free(q.sum);
+  free(x), free(want), acts_free(&acts);
 }
 
 static void test_matmul(void) {
@@ -184,7 +173,10 @@ static void test_matmul(void) {
       check_matmul(&nest, kind_name[kind], tokens, false);
       check_matmul(&raw, kind_name[kind], tokens, false);
       check_matmul(&nest, kind_name[kind], tokens, true);
-      case_free(&nest), case_free(&raw);
+      Case hot = case_make_hot(kind, rows, cols, 16 * (m % 5));
+      check_matmul(&hot, kind_name[kind], tokens, false);
+      check_matmul(&hot, kind_name[kind], tokens, true);
+      case_free(&nest), case_free(&raw), case_free(&hot);
     }
   /* rows long enough for the draft to take them in pieces */
   Case wide = case_make(PYCASS_CODEC_NEST, GAUSS, 17, 64 * 700 + 5);
@@ -265,21 +257,21 @@ static void check_quantize(const Kernels *k, uint32_t m, uint32_t n_group, int k
   for (size_t i = 0; i < m * ldx; i++)
     x[i] = kind == 0 ? random_gauss() : kind == 1 ? 0.0f : kind == 2 ? 1e-41f * random_gauss() :
            kind == 3 ? 1e30f * random_gauss() : odd_float();
-  QuantActs want = quant_acts(m, n_group), got = quant_acts(m, n_group);
-  scalar->quantize(&want, x, ldx, m, n_group);
-  k->quantize(&got, x, ldx, m, n_group);
+  Matrix w = matrix_shape(PYCASS_CODEC_NEST, 1, n_group * NEST_COLS);
+  Acts want = acts_of(scalar, x, ldx, m, &w), got = acts_of(k, x, ldx, m, &w);
   CHECK(memcmp(want.q, got.q, n * NEST_COLS) == 0 && memcmp(want.sum, got.sum, n * sizeof *got.sum) == 0 &&
             same_floats(want.scale, got.scale, n), "%s, quantize, kind %d", k->name, kind);
-  free(x), free(want.q), free(want.scale), free(want.sum), free(got.q), free(got.scale), free(got.sum);
+  free(x), acts_free(&want), acts_free(&got);
 }
 
 static void check_round(const Kernels *k, uint32_t n_group) {
   size_t n = (size_t)n_group * NEST_COLS;
   float *x = malloc(n * sizeof *x);
   fill(x, n, true);
-  uint16_t *want = panels_of(scalar, x, n, 1, n_group), *got = panels_of(k, x, n, 1, n_group);
-  CHECK(memcmp(want, got, n * PANEL_TOKENS * sizeof *got) == 0, "%s, round, %u groups", k->name, n_group);
-  free(x), free(want), free(got);
+  Matrix w = matrix_shape(PYCASS_CODEC_NEST, 1, n_group * NEST_COLS);
+  Acts want = acts_of(scalar, x, n, 1, &w), got = acts_of(k, x, n, 1, &w);
+  CHECK(memcmp(want.panels, got.panels, n * PANEL_TOKENS * 2) == 0, "%s, round, %u groups", k->name, n_group);
+  free(x), acts_free(&want), acts_free(&got);
 }
 
 static void test_ops(const Kernels *k) {

@@ -19,7 +19,7 @@ static void walk(const pycass_file *f) {
     if (n > FUZZ_MAX_VALUES)
       continue;
     uint16_t *out = malloc(2 * n);
-    CHECK(out && pycass_file_tensor_bf16(f, i, out, n) == PYCASS_OK, "%s", pycass_error_detail());
+    CHECK(out && pycass_file_tensor_bf16(f, i, 0, t.n_dims == 2 ? t.shape[0] : 1, out, n) == PYCASS_OK, "%s", pycass_error_detail());
     seen += touch(out, 2 * n);
     free(out);
   }
