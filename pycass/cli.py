@@ -15,7 +15,7 @@ try:
 
     import click
 
-    from . import options, pull
+    from . import options, pull, settings
     from .console import Console, complain, finish_stdout, open_streams
     from .errors import InvalidArgument, PycassError
     from .options import option
@@ -85,6 +85,7 @@ def load_model(name, o, console):
         mmap=o["mmap"],
         mlock=o["mlock"],
         **({"rope_scaling": scaling} if scaling else {}),
+        **({"settings": o["settings"]} if o["settings"] else {}),
     )
     if o.get("no_warmup"):
         console.note("--no-warmup has no effect: there is no warm-up")
@@ -378,7 +379,9 @@ def _numbers(part):
         help="Format of the table.")
 @option("--spec", "specs", default="off,auto,draft", show_default=True, metavar="LIST",
         help="Generate without speculation (off), with it (auto, on), or measure the draft's passes alone (draft).")
-@option("--draft-max", type=click.IntRange(1, 16), default=8, show_default=True, metavar="N", help="Longest draft.")
+@option("--draft-max", type=click.IntRange(1, 16), default=None, metavar="N",
+        help="Longest draft. Without it: what the settings say, else 8.")
+@options.settings
 @option("--ngram/--no-ngram", default=True, show_default=True, help="Look-ups beside the draft, with auto and on.")
 @option("--temp", "--temperature", type=options.Finite(0, 1e6), default=0.0, show_default=True, metavar="X",
         help="0: greedy; else as `run` samples by default.")
@@ -397,14 +400,15 @@ def bench(model, **o):
     code, maths, prose and chat, since what speculation gains depends on what is written."""
     from . import bench as b
 
-    name = the_model(model, o["model_opt"])
+    name, chosen = the_model(model, o["model_opt"]), settings.of(o["settings"])
     plan = b.Plan(
         prompts=[n for n in number_list(",".join(o["n_prompt"]), "--n-prompt", 0, 1 << 20) if n],
         gens=[n for n in number_list(",".join(o["n_gen"]), "--n-gen", 0, 1 << 20) if n],
         threads=number_list(",".join(o["threads"]), "--threads", 0, options.MOST_THREADS),
         specs=list(dict.fromkeys(o["specs"].split(","))),
         repetitions=o["repetitions"],
-        draft_max=o["draft_max"],
+        draft_max=o["draft_max"] or (chosen and chosen.draft_max) or 8,
+        settings=chosen,
         temperature=o["temp"],
         seed=options.seed_of(o),
         batch_size=o["batch_size"],

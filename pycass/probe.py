@@ -1,52 +1,13 @@
 """Measuring a model's draft: how often it is right, and what its passes and the target's cost. For study and tune."""
 
-import fnmatch
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .bench import prompt_ids
-from .file import CassFile
+from .bench import Count, generate, prompt_ids
 
 LONGEST = 16  # tokens of a draft
-
-# ---- what passes owe ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Owed:
-    """Bytes of weights that a pass reads, and bytes of cache for every token before it; bits per weight, of matrices."""
-
-    draft: int
-    target: int
-    cache_per_token: int
-    weights: int
-    draft_bits: float
-    target_bits: float
-
-
-def owed(path, draft_full: Sequence[str] = ()) -> Owed:
-    """What passes of a file owe; draft_full: patterns of tensors that the draft reads wholly. An embedding that is not
-    the output matrix too is not counted: a pass reads a row of it."""
-    with CassFile(path) as f:
-        c = f.config
-        read = [t for t in f.tensors.values() if c.tied_embedding or t.name != "model.embed_tokens.weight"]
-    draft = target = matrix_draft = matrix_target = weights = 0
-    for t in read:
-        n = math.prod(int(s) for s in t.shape)
-        whole = int(t.speculation_bytes + t.verification_bytes)
-        if len(t.shape) == 1:
-            draft, target = draft + 2 * n, target + 2 * n
-            continue
-        part = whole if any(fnmatch.fnmatchcase(t.name, p) for p in draft_full) else int(t.speculation_bytes)
-        weights, matrix_draft, matrix_target = weights + n, matrix_draft + part, matrix_target + whole
-    return Owed(
-        draft + matrix_draft, target + matrix_target, 4 * c.n_layer * c.n_head_kv * c.head_dim, weights,
-        8 * matrix_draft / weights, 8 * matrix_target / weights,
-    )  # fmt: skip
-
 
 # ---- how often the draft is right -----------------------------------------------------------------------------------
 
@@ -178,8 +139,6 @@ class Verify:
 
 def decode(model, texts: Sequence[Sequence[int]], n: int, **options):
     """A bench.Count of n tokens behind each prompt, greedily, each from an empty cache."""
-    from .bench import Count, generate
-
     total = Count()
     for ids in texts:
         model.reset()

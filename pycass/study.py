@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from . import memory, probe, theory
+from . import bench, memory, probe, theory
 from .errors import InvalidArgument, IOFailure, PycassError
 from .file import CassFile
 from .prompts import DEVELOPMENT
@@ -261,7 +261,7 @@ def measure(plan, point, folder, options) -> dict:
         path = os.path.join(temporary, "point.cass")
         convert(plan.model, path, **point.arguments)
         encoded = time.monotonic() - begin
-        o = probe.owed(path)
+        o = bench.owed(path)
         with Model.load(path, **options) as m:
             a = probe.agreement(m, folder.texts)
             speed = _speed(m, folder.texts[:SPEED_PROMPTS], plan.tokens, a, o) if point.speed else {}
@@ -325,6 +325,4 @@ def codec_bits(rows) -> dict[str, float]:
 
 def machine() -> dict:
     """This machine, for people."""
-    from .bench import cpu_name
-
-    return {"cpu": cpu_name(), "cpus": os.cpu_count(), "system": platform.platform()}
+    return {"cpu": bench.cpu_name(), "cpus": os.cpu_count(), "system": platform.platform()}
