@@ -448,6 +448,40 @@ def perplexity(model, file, draft, as_json, **o):
     click.echo(json.dumps(found) if as_json else p.as_text(found))
 
 
+threads = option("-t", "--threads", type=click.IntRange(0, options.MOST_THREADS), default=0, metavar="N",
+                 help="Threads; 0: physical cores.")  # fmt: skip
+kernel = option("--kernel", default=None, metavar="NAME", help="Force a kernel set.")
+model_option = option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL.")
+
+
+@app.command()
+@click.argument("model", required=False)
+@option("-o", "--out", required=True, type=click.Path(file_okay=False), envvar=None,
+        help="The report's folder: a new one, or one to go on with.")
+@option("--grid", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Encodings to measure.")
+@option("--budget", type=options.Finite(0), default=30.0, show_default=True, metavar="MINUTES",
+        help="No encoding is begun that would end later; 0: no end.")
+@option("--tokens", type=click.IntRange(8, 1024), default=48, show_default=True, metavar="N", help="Of each answer.")
+@option("--plots/--no-plots", default=True, show_default=True, help="PNG and SVG; needs pip install 'pycass[study]'.")
+@model_option
+@threads
+@kernel
+@options.log
+def study(model, **o):
+    """Study a model: what its exponents weigh, what a draft's bits buy, and what fits into memory.
+
+    Writes a report with tables and plots, and prints its path. Each encoding is a temporary file in the same folder.
+    A later run on the folder goes on where one stopped."""
+    from . import study as s
+
+    name = the_model(model, o["model_opt"])
+    console = console_of(o)
+    budget = 60 * o["budget"] or None
+    plan = s.Plan(resolve(name, console), os.path.basename(name), Path(o["out"]), o["grid"], budget, o["tokens"],
+                  o["threads"], o["kernel"], o["plots"])  # fmt: skip
+    click.echo(s.run(plan, console))
+
+
 # ---- entry ----
 
 

@@ -25,8 +25,8 @@ def draw(folder) -> list[str]:
     plots = {
         "exponents": (exponents, tensors),
         "layers": (layers, [r for r in tensors if r["layer"] is not None]),
-        "pruning": (pruning, [p for p in points if p["group"] in ("nest", "pruning")]),
-        "truncation": (truncation, [p for p in points if p["group"] in ("nest", "truncation")]),
+        "pruning": (pruning, _with_nest(points, "pruning")),
+        "truncation": (truncation, _with_nest(points, "truncation")),
         "tradeoff": (trade_off, points),
         "speed": (speed, [p for p in points if p.get("spec_tps")]),
         "memory": (in_memory, lines),
@@ -43,6 +43,12 @@ def draw(folder) -> list[str]:
         plt.close(figure)
         done.append(stem)
     return done
+
+
+def _with_nest(points, group):
+    """The points of a group, and nest's to compare with; none if the group has none."""
+    some = [p for p in points if p["group"] == group]
+    return some and some + [p for p in points if p["group"] == "nest"]
 
 
 def _axes(x, y, title, size=(7, 4.5)):
@@ -62,6 +68,7 @@ def exponents(rows):
     axes.set_xticks(range(len(kinds)), [k["kind"] for k in kinds], rotation=30, ha="right")
     axes.axhspan(2.58, 2.64, color="black", alpha=0.15, label="entropy, the paper")
     axes.axhline(2.85, color="black", ls=":", lw=1, label="rank-unary, the paper")
+    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])
     axes.legend(ncols=3, fontsize=8)
     return figure
 
@@ -138,8 +145,9 @@ def speed(rows):
 def in_memory(rows):
     """Memory against context, a panel for each model."""
     models = list(dict.fromkeys(r["model"] for r in rows))
-    figure, panels = plt.subplots(1, len(models), figsize=(4.3 * len(models), 4.3), squeeze=False)
-    for axes, model in zip(panels[0], models, strict=True):
+    rows_of_panels = (len(models) + 1) // 2
+    figure, panels = plt.subplots(rows_of_panels, 2, figsize=(10, 4.3 * rows_of_panels), squeeze=False)
+    for axes, model in zip(panels.flat, models, strict=False):
         some = [r for r in rows if r["model"] == model]
         end = 1.6 * max(some[0]["fixed_bytes"] / some[0]["bytes_per_token"], 1024)
         for r in some:
