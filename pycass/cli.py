@@ -482,6 +482,40 @@ def study(model, **o):
     click.echo(s.run(plan, console))
 
 
+@app.command()
+@click.argument("model", required=False)
+@option("-o", "--out", default=None, type=click.Path(dir_okay=False), envvar=None,
+        help="The settings file. Without it: MODEL.tune.json beside a .cass file, else in the current folder.")
+@option("--objective", type=click.Choice(["speed", "paper"]), default="speed", show_default=True,
+        help="speed: tokens a second on this machine; paper: acceptance over the bits that a draft reads.")
+@option("--budget", type=options.Finite(0.1), default=15.0, show_default=True, metavar="MINUTES", help="Time, about.")
+@option("--tokens", type=click.IntRange(16, 1024), default=32, show_default=True, metavar="N",
+        help="Of each answer that a setting is measured on.")
+@option("--search", type=click.Choice(["auto", "optuna", "grid"]), default="auto", show_default=True,
+        help="optuna needs pip install 'pycass[tune]'; grid does without.")
+@option("--json", "as_json", is_flag=True, help="Print the settings.")
+@model_option
+@threads
+@kernel
+@options.log
+def tune(model, **o):
+    """Find the settings with which this machine decodes a model fastest; convert and the engine read them.
+
+    Ctrl-C leaves the best so far, and a later run goes on from the journal beside the settings file."""
+    from . import tune as t
+
+    name = the_model(model, o["model_opt"])
+    console = console_of(o)
+    if o["search"] == "optuna" and not t.has_optuna():
+        raise InvalidArgument("optuna is not installed: pip install 'pycass[tune]', or --search grid")
+    path = resolve(name, console)
+    out = o["out"] or (path if name.endswith(".cass") else os.path.basename(name.rstrip("/"))) + ".tune.json"
+    plan = t.Plan(os.fspath(path), out, o["objective"], 60 * o["budget"], o["tokens"], o["threads"], o["kernel"],
+                  None if o["search"] == "auto" else o["search"] == "optuna")  # fmt: skip
+    found = t.run(plan, console)
+    click.echo(json.dumps(found.as_object()) if o["as_json"] else t.as_text(found, name, out))
+
+
 # ---- entry ----
 
 

@@ -7,8 +7,6 @@ import numpy as np
 
 from .bench import Count, generate, prompt_ids
 
-LONGEST = 16  # tokens of a draft
-
 # ---- how often the draft is right -----------------------------------------------------------------------------------
 
 
@@ -81,16 +79,11 @@ class Steps:
         """Tokens drafted in a step."""
         return len(self.prefixes) - 1
 
-    def __add__(self, other):
-        a, b = sum(self.prefixes), sum(other.prefixes)
-        if not a or not b:
-            return self if a else other
-
-        def mean(x, y):
-            return (a * x + b * y) / (a + b)
-
-        prefixes = tuple(x + y for x, y in zip(self.prefixes, other.prefixes, strict=True))
-        return Steps(prefixes, mean(self.draft_ms, other.draft_ms), mean(self.verify_ms, other.verify_ms))
+def together(some: Sequence[Steps]) -> Steps:
+    """Steps of several texts, of one length: their prefixes added up, and the shortest of their times, since whatever
+    disturbs only adds to them."""
+    prefixes = tuple(sum(column) for column in zip(*(s.prefixes for s in some), strict=True))
+    return Steps(prefixes, min(s.draft_ms for s in some), min(s.verify_ms for s in some))
 
 
 def steps(model, prompt: Sequence[int], n: int, length: int) -> Steps:
