@@ -43,12 +43,12 @@ class Agreement:
 
 def agreement(model, texts: Sequence[Text], tick=lambda: None) -> Agreement:
     """Teacher-forced: at every position both see the same tokens, the texts'."""
-    total = np.zeros(4)
+    total, n_token = np.zeros(4), model.config.n_token  # the rows behind are padding, which is never sampled
     for t in texts:
         ids = (t.prompt + t.answer)[:-1]
         rows = slice(len(t.prompt) - 1, None)
-        target = model.logits(ids)[rows]
-        draft = model.draft_logits(ids)[rows]
+        target = model.logits(ids)[rows, :n_token]
+        draft = model.draft_logits(ids)[rows, :n_token]
         best = target.argmax(1)
         overlap = np.minimum(_softmax(target), _softmax(draft)).sum()
         total += len(t.answer), (best == draft.argmax(1)).sum(), overlap, (best == np.asarray(t.answer)).sum()
