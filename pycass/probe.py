@@ -95,11 +95,11 @@ def steps(model, prompt: Sequence[int], n: int, length: int) -> Steps:
     )
     sizes = [len(delta.token_ids) for delta in stream if delta.token_ids]
     prefixes, left = [0] * (length + 1), n - 1
-    for size in sizes[1:]:
+    s = model.stats()
+    for size in sizes[1:] if s["drafted"] else []:
         if left > length:  # the whole draft fitted
             prefixes[size - 1] += 1
         left -= size
-    s = model.stats()
     return Steps(
         tuple(prefixes), s["draft_ms"] / s["drafted"] if s["drafted"] else 0.0, s["verify_ms"] / max(1, s["steps"])
     )
