@@ -1,6 +1,7 @@
 """`pycass study`: what a model's exponents weigh, what a draft's bits buy, and what fits into memory. Writes a folder of
 CSV files that a later run goes on with; `study_report` makes Markdown and plots of them."""
 
+import contextlib
 import csv
 import io
 import itertools
@@ -39,6 +40,7 @@ class Point:
         """The arguments as one word, by which a row is found again."""
         a = self.arguments
         text = a["codec"]
+        text += " weighted" if text == "nest" and a.get("calibrate", "") is not None and not (a["hot"] or a["bias"]) else ""
         text += f" prune {a['prune']:g}" if "prune" in a else ""
         text += f" mantissa {a['mantissa_bits']}" if "mantissa_bits" in a else ""
         text += " half" if a.get("half") else ""
@@ -64,8 +66,9 @@ def _cass1(group, prune, mantissa, half=False, speed=False):
 def points(grid: str) -> list[Point]:
     """What a grid measures, the most telling first. With all seven mantissa bits kept, `half` changes nothing."""
     g = GRIDS[grid]
-    nest = [Point("nest", {"codec": "nest", "hot": h, "bias": b}, h in (0, 16) and b == (h > 0))
-            for h, b in itertools.product((0, 16, 32, 64), (False, True))]  # fmt: skip
+    nest = [Point("nest", {"codec": "nest", "calibrate": None}, True)]
+    nest += [Point("nest", {"codec": "nest", "hot": h, "bias": b}, (h, b) == (16, True))
+             for h, b in itertools.product((0, 16, 32, 64), (False, True))]  # fmt: skip
     cass2 = {"codec": "cass2", "prune": 0.4, "mantissa_bits": 3, "pruned": "coded"}
     first = [p for p in nest if p.speed]
     first += [_cass1("cass1", 0.4, 3, half, not half) for half in (False, True)] + [Point("cass2", cass2, True)]
@@ -221,6 +224,24 @@ def tensors(path, console=None) -> list[dict]:
     return rows
 
 
+@contextlib.contextmanager
+def calibrated(path, folder, console):
+    """A file of the same model that keeps the activations' statistics: path itself, or else a temporary one in folder, so
+    that not every encoding needs a calibration of its own."""
+    with CassFile(path) as f:
+        if f.json.get("calibration"):
+            yield path
+            return
+    from .convert import convert
+
+    with tempfile.TemporaryDirectory(prefix=".calibrated-", dir=folder) as temporary:
+        console.note("calibrating: the file keeps no statistics of activations")
+        made = os.path.join(temporary, "calibrated.cass")
+        with console.progress("calibrating") as progress:
+            convert(path, made, codec="nest", progress=progress)
+        yield made
+
+
 def _measure(plan, folder, console):
     from .model import Model
 
@@ -233,14 +254,21 @@ def _measure(plan, folder, console):
     done = {row["point"] for row in rows}
     left = [p for p in todo if p.name not in done]
     begin = time.monotonic()
+    if not left:
+        return
+    with calibrated(plan.model, folder.path, console) as source:
+        _measure_points(plan, folder, console, source, left, rows, options, begin, len(todo))
+
+
+def _measure_points(plan, folder, console, source, left, rows, options, begin, total):
     for n, point in enumerate(left):
         spent = time.monotonic() - begin
         if plan.budget is not None and n and spent * (n + 1) / n > plan.budget:
-            console.note(f"the time is up: {len(left) - n} of {len(todo)} points are left; a later run goes on with them")
+            console.note(f"the time is up: {len(left) - n} of {total} points are left; a later run goes on with them")
             break
-        console.status(f"{point.name}: {len(todo) - len(left) + n + 1} of {len(todo)} points, {spent / 60:.1f} minutes")
+        console.status(f"{point.name}: {total - len(left) + n + 1} of {total} points, {spent / 60:.1f} minutes")
         try:
-            rows.append(measure(plan, point, folder, options))
+            rows.append(measure(plan, source, point, folder, options))
         except (PycassError, TypeError) as error:  # a codec or an argument that this build does not have
             if isinstance(error, IOFailure):
                 raise
@@ -251,15 +279,15 @@ def _measure(plan, folder, console):
                      f"{rows[-1]['seconds']:.0f} s")  # fmt: skip
 
 
-def measure(plan, point, folder, options) -> dict:
-    """A row of points.csv: encodes the model into a file that is deleted again, and measures it."""
+def measure(plan, source, point, folder, options) -> dict:
+    """A row of points.csv: encodes source into a file that is deleted again, and measures it."""
     from .convert import convert
     from .model import Model
 
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=".point-", dir=folder.path) as temporary:
         path = os.path.join(temporary, "point.cass")
-        convert(plan.model, path, **point.arguments)
+        convert(source, path, **point.arguments)
         encoded = time.monotonic() - begin
         o = bench.owed(path)
         with Model.load(path, **options) as m:

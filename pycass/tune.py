@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from . import bench, probe, study, theory
@@ -130,13 +130,15 @@ class Rig:
     """Measures candidates on this machine. Encoded files lie in a temporary folder beside the output; of them only the
     one of the best candidate is kept."""
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
+    def __init__(self, plan: Plan, console):
+        self._plan, self._console = plan, console
         folder = os.path.dirname(os.path.abspath(plan.out))
         try:
             self._temporary = tempfile.TemporaryDirectory(prefix=".tune-", dir=folder)
         except OSError as error:
             raise IOFailure(f"{folder}: {error.strerror}") from error
+        self._stack = ExitStack()
+        self._stack.enter_context(self._temporary)
         self._files: dict[str, str] = {}  # encoding: path
         self._made = 0
         self._verify: dict[str, dict[int, float]] = {}
@@ -144,14 +146,18 @@ class Rig:
             codecs = sorted({t.codec for t in f.tensors.values() if len(t.shape) == 2})
             self.names, self.n_layer = list(f.tensors), f.config.n_layer
             self.tied = f.config.tied_embedding
-        self.codec = codecs[0] if codecs[0] != "raw" else codecs[-1]
+            made = f.json.get("nest") or {}  # how it was calibrated
+            self.said = {"codec": codecs[0] if codecs[0] != "raw" else codecs[-1]}
+            if self.said["codec"] == "nest":
+                self.said |= {"hot": int(made.get("hot", 0)), "bias": bool(made.get("bias", False))}
+        self.codec, self._source = self.said["codec"], None
         if self.codec == "raw":
             raise InvalidArgument(f"{plan.model} has no draft to tune: convert the model with a codec that has one")
         self.kernel, self.threads = None, None
 
     def close(self):
         """Deletes the encoded files."""
-        self._temporary.cleanup()
+        self._stack.close()
 
     def path_of(self, encoding) -> str:
         """The file of an encoding; made if it is not there."""
@@ -163,7 +169,10 @@ class Rig:
 
             self._made += 1
             path = os.path.join(self._temporary.name, f"{self._made}.cass")
-            convert(self._plan.model, path, **encoding)
+            if self._source is None:
+                again = study.calibrated(self._plan.model, self._temporary.name, self._console)
+                self._source = self._stack.enter_context(again)
+            convert(self._source, path, **encoding)
             self._files[key] = path
         return self._files[key]
 
@@ -438,7 +447,8 @@ class Tuner:
             default = self.confirmed[Candidate()]
             measured |= {"tps": round(self.confirmed[chosen], 3), "default_tps": round(default, 3),
                          "over_default": round(self.confirmed[chosen] / default, 4)}  # fmt: skip
-        said = chosen.encoding or {"codec": self.rig.codec}
+        measured["encode_anew"] = chosen.encoding is not None
+        said = chosen.encoding or self.rig.said
         machine = study.machine() | {"kernel": self.rig.kernel, "threads": self.rig.threads}
         return Settings(
             **{k: v for k, v in said.items() if k != "pruned"}, draft_max=chosen.draft_max, draft_full=chosen.draft_full,
@@ -463,7 +473,7 @@ def run(plan: Plan, console) -> Settings:
             "kernel": plan.kernel, "machine": study.machine(),
         }  # fmt: skip
     journal = Journal(plan.out + ".journal", about)
-    rig = Rig(plan)
+    rig = Rig(plan, console)
     tuner = Tuner(plan, rig, journal, console)
     if plan.optuna is None and not has_optuna():
         console.note("a plain grid is searched; pip install 'pycass[tune]' brings optuna, which searches on")
@@ -491,7 +501,7 @@ def as_text(s: Settings, model: str, out: str) -> str:
     if "tps" in m:
         lines.append(f"{m['tps']:.2f} tokens/s, {m['over_default']:.2f} times the default's {m['default_tps']:.2f}; "
                      f"{m['draft_bits']:.2f} draft bits per weight")  # fmt: skip
-    if len(said) > 1:
+    if m.get("encode_anew"):
         lines.append(f"encode anew:  pycass convert {model} -o NEW.cass --settings {out}")
         model = "NEW.cass"
     return "\n".join([*lines, f"use:          pycass run {model} --settings {out}"])

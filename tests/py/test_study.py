@@ -1,5 +1,6 @@
 """pycass study: what is measured, what a folder keeps, what the report says."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ def copies(monkeypatch):
         shutil.copy(src, out)
 
     monkeypatch.setattr(pycass.convert, "convert", convert)
+    monkeypatch.setattr(study, "calibrated", lambda path, *a: contextlib.nullcontext(path))
     return asked
 
 
@@ -41,7 +43,7 @@ def plan(tiny_cass, tmp_path, monkeypatch):
 
 
 def test_the_points():
-    for grid, n in (("small", 8 + 2 + 1 + 3 + 8 + 8), ("full", 8 + 2 + 1 + 7 + 14 + 40)):
+    for grid, n in (("small", 9 + 2 + 1 + 3 + 8 + 8), ("full", 9 + 2 + 1 + 7 + 14 + 40)):
         found = study.points(grid)
         names = [p.name for p in found]
         repeated = {"cass1 prune 0.4 mantissa 3", "cass1 prune 0.4 mantissa 3 half"} if grid == "full" else set()
@@ -50,7 +52,8 @@ def test_the_points():
                              "cass2 prune 0.4 mantissa 3"]  # fmt: skip
         assert [p.speed for p in found[:5]] == [True, True, True, False, True]
         assert {p.group for p in found} == set(study_report.GROUPS)
-        hot = {(p.arguments["hot"], p.arguments["bias"]) for p in found if p.group == "nest"}
+        assert found[0].arguments == {"codec": "nest", "calibrate": None} and "nest weighted" in names
+        hot = {(p.arguments["hot"], p.arguments["bias"]) for p in found[1:] if p.group == "nest"}
         assert hot == {(h, b) for h in (0, 16, 32, 64) for b in (False, True)}
         assert all(p.arguments["mantissa_bits"] == 7 for p in found if p.group == "pruning")
         assert all(p.arguments["prune"] == 0 for p in found if p.group == "truncation")
@@ -87,7 +90,7 @@ def test_a_study_and_its_continuation(plan, copies, tmp_path):
     text = path.read_text()
     folder = sorted(os.listdir(tmp_path / "report"))
     assert folder == ["memory.csv", "points.csv", "ratios.csv", "report.md", "study.json", "tensors.csv"]
-    assert len(copies) == 30 and "| nest bias" in text and "(10 tokens each, 20 positions)" in text
+    assert len(copies) == 31 and "| nest bias" in text and "(10 tokens each, 20 positions)" in text
     for words in ("## Exponents", "## Acceptance", "## Speed", "## Memory", "EAGLE-3", "| tiny |", "11.59", "assumed: cass1 13.9"):
         assert words in text
     assert "| cass1 prune" not in text and "Every target gave the model's own token" in text and "No plots" not in text
@@ -115,7 +118,7 @@ def test_rows_say_what_was_measured(plan, copies):
 
 def test_the_budget_ends_it(plan, copies, capsys):
     study.run(plan(budget=1e-9), Console())
-    assert len(copies) == 1 and "29 of 30 points are left" in capsys.readouterr().err
+    assert len(copies) == 1 and "30 of 31 points are left" in capsys.readouterr().err
     study.run(plan(budget=1e-9), Console())
     assert len(copies) == 2
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import pycass.convert
-from pycass import Model, cli, settings, tune
+from pycass import Model, cli, settings, study, tune
 from pycass.console import Console
 from pycass.errors import InvalidArgument, IOFailure, Unsupported
 from pycass.tune import Candidate, Clock, Figures, Journal, Tuner
@@ -96,6 +96,7 @@ class FakeRig:
     def __init__(self, model, rule, decode=None, seconds=1.0):
         self.rule, self.decode, self.seconds = rule, decode or (lambda c, f: f.tps(f.best_length)), seconds
         self.tied, self.n_layer, self.codec, self.kernel, self.threads = False, 3, "nest", "fake", 1
+        self.said = {"codec": "nest", "hot": 0, "bias": False}
         self.time, self.asked, self.kept = 0.0, [], []
 
     def measure(self, candidate):
@@ -171,7 +172,8 @@ def test_never_worse_than_the_default(tuner, gain):
     t = tuner(rule, decode=lambda c, f: 100.0 if c == Candidate() else 100.0 * gain)
     t.run()
     assert t.choice() == Candidate() and t.settings().measured["over_default"] == 1
-    assert t.settings().convert_arguments() == {"codec": "nest"}
+    assert t.settings().convert_arguments() == {"codec": "nest", "hot": 0, "bias": False}
+    assert not t.settings().measured["encode_anew"]
 
 
 def test_the_papers_objective(tuner):
@@ -244,6 +246,7 @@ def tiny(monkeypatch, tiny_cass):
         shutil.copy(src, out)
 
     monkeypatch.setattr(pycass.convert, "convert", convert)
+    monkeypatch.setattr(study, "calibrated", lambda path, *a: contextlib.nullcontext(path))
     monkeypatch.setattr(tune, "TRIALS", (3, 3))
     monkeypatch.setattr(tune, "DEVELOPMENT", {"a": "hi", "b": "you"})
     return str(tiny_cass("llama_untied"))
@@ -251,7 +254,7 @@ def tiny(monkeypatch, tiny_cass):
 
 def test_a_rig_measures(tiny, tmp_path):
     plan = tune.Plan(tiny, str(tmp_path / "s.json"), tokens=40, threads=1)
-    with contextlib.closing(tune.Rig(plan)) as rig:
+    with contextlib.closing(tune.Rig(plan, Console())) as rig:
         plain = rig.measure(Candidate())
         more = rig.measure(Candidate(draft_full=("model.layers.*", "lm_head.weight")))  # all but the embedding
         assert more.acceptance(8) > plain.acceptance(8) > 0 and plain.draft_bits < more.draft_bits
@@ -262,7 +265,7 @@ def test_a_rig_measures(tiny, tmp_path):
             rig.path_of({"codec": "nest", "hot": hot})
             rig.keep_only([{"codec": "nest", "hot": 32}])
         path = rig.path_of({"codec": "nest", "hot": 32})
-        assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
+        assert sorted(os.listdir(os.path.dirname(path))) == [os.path.basename(path)]
         some = [Candidate(), Candidate({"codec": "nest", "hot": 32}, draft_max=4)]
         found = rig.confirm(some, Clock(100), lambda text: None)
         assert len(found) == 2 and min(found) > 0
@@ -345,7 +348,8 @@ def test_commands_read_settings(tiny_cass, tmp_path, capsys, monkeypatch):
 
 def test_what_is_said(tmp_path):
     s = settings.Settings("nest", hot=16, bias=True, draft_max=6, draft_full=("a*",),
-                          measured={"tps": 12.0, "default_tps": 10.0, "over_default": 1.2, "draft_bits": 4.35})  # fmt: skip
+                          measured={"tps": 12.0, "default_tps": 10.0, "over_default": 1.2, "draft_bits": 4.35,
+                                    "encode_anew": True})  # fmt: skip
     text = tune.as_text(s, "m", "s.json")
     assert "hot 16" in text and "1.20 times" in text and "convert m -o NEW.cass --settings s.json" in text and "reads a*" in text
     plain = tune.as_text(settings.Settings("nest", draft_max=8), "m", "s.json")
