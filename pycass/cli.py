@@ -255,15 +255,28 @@ def chat(model, **o):
 @option("-o", "--out", required=True, type=click.Path(dir_okay=False), envvar=None, help="The .cass file to write.")
 @option("--codec", type=click.Choice(["nest", "raw"]), default="nest", show_default=True,
         help="nest: speculative and smaller; raw: plain BF16.")
+@option("--calibrate", default=None, metavar="FILE", envvar=None,
+        help="Text that tells which input channels are large: a UTF-8 file, or `builtin`. Default: what a .cass file keeps of "
+             "an earlier one, else builtin.")
+@option("--no-calibrate", is_flag=True, help="Without: quicker, and the draft guesses right less often.")
+@option("--calibrate-samples", type=click.IntRange(1), default=128, show_default=True, metavar="N", help="Most samples of the text.")
+@option("--hot", type=click.Choice(["0", "16", "32", "48", "64"]), default="16", show_default=True,
+        help="Input channels of a matrix that the draft has exactly.")
+@option("--bias/--no-bias", default=True, show_default=True, help="A draft bias: what the draft misses on average.")
+@option("--weighted/--no-weighted", default=True, show_default=True, help="Choose group exponents by the channels' activations.")
 @options.log
 def convert(src, out, codec, **o):
-    """Convert a Hugging Face folder or a GGUF file to a .cass file."""
+    """Convert a Hugging Face folder, a GGUF or a .cass file to a .cass file."""
     from . import inspect_file
     from .convert import convert as do
 
+    if o["no_calibrate"] and o["calibrate"]:
+        raise click.UsageError("--calibrate and --no-calibrate exclude each other")
+    how = None if o["no_calibrate"] else o["calibrate"] or "auto"
     console = console_of(o)
     with console.progress("converting") as progress:
-        report = do(src, out, codec=codec, progress=progress)
+        report = do(src, out, codec=codec, progress=progress, calibrate=how, samples=o["calibrate_samples"],
+                    hot=int(o["hot"]), bias=o["bias"], weighted=o["weighted"])
     console.note(inspect_file.report_text(report, out))
 
 

@@ -1,18 +1,22 @@
-"""Conversion: a Hugging Face directory or a GGUF file -> a .cass file, bit for bit where the source is BF16."""
+"""Conversion: a Hugging Face directory, a GGUF or a .cass file -> a .cass file, bit for bit where the source is BF16."""
 
 import os
 import shutil
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from .._pycass import ffi, lib
+from ..calibration_text import BUILTIN
+from ..calibration_text import samples as calibration_text
 from ..errors import ConversionError, PycassError
 from . import arch, writer
+from . import calibration as calibrate_
+from .cass import open_cass
 from .gguf import open_gguf
 from .hf import open_hf
 from .source import require_regular
@@ -57,7 +61,7 @@ class Report:
 
 
 def open_source(src, allow_missing_tokenizer=False):
-    """Source of a Hugging Face directory, or of a GGUF file. Close it, or use it in a with statement."""
+    """Source of a Hugging Face directory, of a GGUF or of a .cass file. Close it, or use it in a with statement."""
     path = Path(src)
     try:
         mode = os.stat(path).st_mode
@@ -73,6 +77,8 @@ def open_source(src, allow_missing_tokenizer=False):
             )
         return open_hf(path, allow_missing_tokenizer)
     require_regular(path)
+    if path.suffix == ".cass":
+        return open_cass(path)
     if path.suffix in (".safetensors", ".json"):
         raise ConversionError(f"{path}: give the folder that holds config.json, the weights and the tokenizer")
     return open_gguf(path)
@@ -156,18 +162,37 @@ def _provenance(source, digest, changed):
     }
 
 
-def convert(src, out, codec="nest", progress=None, allow_missing_tokenizer=False, threads=None):
+def convert(
+    src,
+    out,
+    codec="nest",
+    progress=None,
+    allow_missing_tokenizer=False,
+    threads=None,
+    *,
+    calibrate="auto",
+    samples=128,
+    hot=16,
+    bias=True,
+    weighted=True,
+):
     """Converts a checkpoint into a .cass file.
 
-    src: folder with config.json, safetensors and a tokenizer, or a GGUF file. out: path of the new file; an older
+    src: folder with config.json, safetensors and a tokenizer, or a GGUF or .cass file. out: path of the new file; an older
     file of that name is replaced only when the new one is whole, and nothing but a regular file ever is.
     codec: "nest", or "raw" for BF16 as it is.
-    progress(done_bytes, total_bytes, tensor_name): bytes of BF16 weights; what it raises ends the conversion.
-    threads: that read and encode; default: the machine's, at most 8.
+    progress(done, total, what): bytes of BF16 weights, and the tensor; what it raises ends the conversion.
+    threads: that read, encode and compute; default: the machine's, at most 8.
+    calibrate: text that tells which input channels are large: "builtin", or a UTF-8 file (see calibration_text.samples);
+    "auto": what the source keeps of an earlier one, else "builtin"; None: without. samples: how many of the text, at most.
+    hot, bias, weighted: what is made of it, see writer.NestOptions.
     Returns a Report. Raises ConversionError; then, as on any interrupt, nothing is left behind.
     """
     if codec not in CODECS:
         raise ConversionError(f"codec '{codec}' is not known; known: {', '.join(CODECS)}")
+    if hot not in (0, 16, 32, 48, 64):
+        raise ConversionError(f"{hot} hot columns; 0, 16, 32, 48 and 64 are possible")
+    options = writer.NestOptions(hot, bool(bias), bool(weighted))
     out = _target(Path(out))
     threads = threads or _default_threads()
     begin = time.monotonic()
@@ -175,10 +200,14 @@ def convert(src, out, codec="nest", progress=None, allow_missing_tokenizer=False
         file = None
         _refuse_overwriting(source, src, out)
         try:
-            plans, speculation = writer.make_plan(source.tensors, codec)
+            calibration = None
+            if codec != "raw" and calibrate is not None:
+                calibration, progress = _calibration(source, out, calibrate, samples, progress, threads)
+            plans, speculation = writer.make_plan(source.tensors, codec, calibration, options)
             _require_room(out, writer.minimum_bytes(plans, speculation))
             file = writer.PartialFile(out)
-            report = _write(source, file, plans, speculation, progress, threads)
+            made = {"calibration": calibration.about, "nest": asdict(options)} if calibration else {}
+            report = _write(source, file, plans, speculation, made, progress, threads)
             _read_back(file)
             _refuse_special(out)
             file.commit()
@@ -189,7 +218,50 @@ def convert(src, out, codec="nest", progress=None, allow_missing_tokenizer=False
     return report
 
 
-def _write(source, file, plans, speculation, progress, threads):
+def _calibration(source, out, text, samples, progress, threads):
+    """(Calibration of the source, or None with a note if the engine cannot run it; the progress of what is left)."""
+    if text == "auto" and source.calibration:
+        return source.calibration, progress
+    text = BUILTIN if text == "auto" else text
+    texts = calibration_text(text)[:samples]
+    first, second, third = _steps(progress, 3, sum(2 * t.rows * t.cols for t in source.tensors.values()))
+    name = text if text == BUILTIN else os.path.basename(text)
+    if source.format == "cass":
+        return _measure(source, source.name, texts, name, second, threads), third
+    plans, speculation = writer.make_plan(source.tensors, "raw")
+    _require_room(out, 2 * speculation)
+    file = writer.PartialFile(out)
+    try:
+        tensors = writer.TensorWriter(file, plans, speculation, first, threads)
+        tensors.run()
+        cfg = source.config
+        writer.finish(file, tensors, speculation, cfg, arch.FLAG_TIED if cfg.tied else 0, source.json)
+        return _measure(source, file.path, texts, name, second, threads), third
+    finally:
+        file.discard()
+
+
+def _measure(source, path, texts, name, progress, threads):
+    from ..model import Model
+
+    try:
+        with Model.load(path, threads=threads, mmap=True) as model:
+            return calibrate_.measure(model, texts, name, lambda done, total: progress and progress(done, total, "calibration"))
+    except PycassError as e:
+        source.notes.append(f"not calibrated: {e}")
+        return None
+
+
+def _steps(progress, n, size):
+    """Callbacks of n steps of the same size for progress."""
+
+    def step(i):
+        return lambda done, total, what: progress(i * size + done * size // total, n * size, what)
+
+    return [step(i) if progress else None for i in range(n)]
+
+
+def _write(source, file, plans, speculation, made, progress, threads):
     """Everything between opening and renaming the file; the source's digest is made beside it."""
     cfg, stopped = source.config, False
     with ThreadPoolExecutor(1) as beside:
@@ -201,10 +273,11 @@ def _write(source, file, plans, speculation, progress, threads):
             stopped = True
             raise
         digest = digest.result()
-    flags = (arch.FLAG_TIED if cfg.tied else 0) | (arch.FLAG_ROUNDED if tensors.changed else 0)
+    flags = (arch.FLAG_TIED if cfg.tied else 0) | (arch.FLAG_ROUNDED if tensors.changed or source.rounded else 0)
     flags |= arch.FLAG_QUANTIZED if source.quantized else 0
     notes = _closing_notes(source, tensors.changed)
-    blob = source.json | {"rope": cfg.rope, "provenance": _provenance(source, digest, tensors.changed)}
+    provenance = source.json.get("provenance") or _provenance(source, digest, tensors.changed)
+    blob = source.json | {"rope": cfg.rope, "provenance": provenance} | made
     size = writer.finish(file, tensors, speculation, cfg, flags, blob)
     return Report(
         out=str(file.out),
@@ -230,6 +303,8 @@ def _write(source, file, plans, speculation, progress, threads):
 
 def _closing_notes(source, changed):
     notes = source.notes
+    if source.format == "cass":
+        return notes
     if source.quantized:
         notes.append("the source is quantised: its values, rounded to BF16, are the model that is kept exactly")
     elif changed:

@@ -153,13 +153,15 @@ class Source:
     """An opened checkpoint. `tensors` holds what the model needs and nothing else, in the file's order."""
 
     name: str
-    format: str  # "safetensors" or "gguf"
+    format: str  # "safetensors", "gguf" or "cass"
     config: object  # arch.ModelConfig
     tensors: dict = field(default_factory=dict)
     json: dict = field(default_factory=dict)  # the JSON section without provenance
     files: list = field(default_factory=list)  # RawFile of each weight file
     notes: list = field(default_factory=list)
     quantized: bool = False
+    rounded: bool = False  # a .cass file some of whose values were
+    calibration: object = None  # calibration.Calibration, if the source has one
 
     def dtypes(self):
         """The source's data types by descending number of weights, as in "Q4_K, Q6_K, F32"."""

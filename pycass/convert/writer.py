@@ -8,7 +8,7 @@ import secrets
 import struct
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from .._pycass import ffi, lib
 from ..errors import ConversionError
 from . import arch
+from .calibration import PART_MEAN, PART_RMS
 
 try:
     import fcntl
@@ -25,7 +26,7 @@ except ImportError:  # no locks: then leftovers of killed conversions stay
 MAGIC, VERSION, HEADER = b"\x89CASS\r\n\x1a", 2, 4096
 RAW, NEST = 0, 1
 SPECULATION, VERIFICATION, CONFIG, DIRECTORY, JSON = range(1, 6)
-PART_RAW, PART_A, PART_X, PART_B, PART_SIDE = 1, 16, 17, 18, 19
+PART_RAW, PART_A, PART_X, PART_B, PART_SIDE, PART_HOT, PART_HOT_WORDS, PART_BIAS = 1, 16, 17, 18, 19, 20, 21, 22
 SIDE_TAIL = 1024  # zero bytes behind the side records, so that a damaged file cannot be read past its end
 
 
@@ -39,6 +40,16 @@ def crc32c(data, crc=0):
     return lib.pycass_crc32c(crc, view, len(view))
 
 
+@dataclass(frozen=True)
+class NestOptions:
+    """What `nest` makes of a calibration: how many hot columns a matrix has (0, 16, 32, 48 or 64), whether it has a draft
+    bias, and whether group exponents are chosen by the columns' activations."""
+
+    hot: int = 16
+    bias: bool = True
+    weighted: bool = True
+
+
 @dataclass
 class Plan:
     """One tensor's place in the file. Parts: {type: [section, offset in it, size]}."""
@@ -49,6 +60,9 @@ class Plan:
     tiles: int = 0
     side_bytes: int = 0  # of the records so far
     bf16_crc: int = 0
+    calibration: object = None  # the pycass_nest_calibration, if any
+    hot: object = ()  # uint32, the hot columns
+    keep: dict = field(default_factory=dict)  # {part type: bytes}: statistics that go into the file
 
 
 def nest_parts(rows, cols):
@@ -57,14 +71,20 @@ def nest_parts(rows, cols):
     return tiles, 512 * tiles, _align(16 * tiles), 768 * tiles
 
 
-def make_plan(tensors, codec):
-    """([Plan], size of SPECULATION). Verification offsets follow as the side parts' sizes become known."""
+def make_plan(tensors, codec, calibration=None, options=None):
+    """([Plan], size of SPECULATION). Verification offsets follow as the side parts' sizes become known.
+
+    calibration: a calibration.Calibration, or None; options: NestOptions.
+    """
     plans, at = [], 0
     for ref in tensors.values():
         if codec == "nest" and len(ref.shape) == 2:
             tiles, a, x, _ = nest_parts(ref.rows, ref.cols)
-            plans.append(Plan(ref, NEST, {PART_A: [1, at, a], PART_X: [1, at + a, x]}, tiles))
+            plan = Plan(ref, NEST, {PART_A: [1, at, a], PART_X: [1, at + a, x]}, tiles)
             at += a + x
+            if calibration and ref.name in calibration.channels:
+                at = _plan_calibration(plan, at, calibration, options or NestOptions())
+            plans.append(plan)
         else:
             size = ref.rows * ref.cols * 2
             plans.append(Plan(ref, RAW, {PART_RAW: [1, at, size]}))
@@ -72,23 +92,56 @@ def make_plan(tensors, codec):
     return plans, at
 
 
+def _plan_calibration(plan, at, calibration, options):
+    """Adds the parts that a calibration calls for; returns where SPECULATION goes on."""
+    stats, padded = calibration.channels[plan.ref.name], _align(plan.ref.rows, 16)
+    plan.hot = stats.hot(options.hot)
+    for kind, size in (
+        (PART_HOT, 4 * len(plan.hot)),
+        (PART_HOT_WORDS, 2 * padded * len(plan.hot)),
+        (PART_BIAS, 4 * padded * options.bias),
+    ):
+        if size:
+            plan.parts[kind] = [1, at, size]
+            at = _align(at + size)
+    if calibration.keeper(plan.ref.name):
+        plan.keep = {PART_RMS: stats.rms.astype("<f4").tobytes(), PART_MEAN: stats.mean.astype("<f4").tobytes()}
+    c = ffi.new("pycass_nest_calibration *")
+    alive = (  # what c points to
+        ffi.from_buffer("uint32_t[]", plan.hot),
+        ffi.from_buffer("float[]", np.ascontiguousarray(stats.rms**2, np.float32)),
+        ffi.from_buffer("float[]", np.ascontiguousarray(stats.mean, np.float32)),
+    )
+    c.hot, c.n_hot = alive[0], len(plan.hot)
+    c.importance = alive[1] if options.weighted else ffi.NULL
+    c.mean = alive[2] if options.bias else ffi.NULL
+    plan.calibration = (c, alive)
+    return at
+
+
 def minimum_bytes(plans, speculation):
     """Bytes that the file has at least: all but the side parts and the metadata."""
     return HEADER + speculation + sum(768 * p.tiles for p in plans)
 
 
-def encode_nest(bits):
-    """The parts (A, X, B, side offsets, side records) of rows of a matrix, BF16 uint16 [rows, cols]."""
+def encode_nest(bits, calibration=None):
+    """The parts (A, X, B, side offsets, side records, hot words, bias) of rows of a matrix, BF16 uint16 [rows, cols].
+    calibration: a pycass_nest_calibration, or None."""
     rows, cols = bits.shape
+    c = calibration or ffi.new("pycass_nest_calibration *")
+    padded = _align(rows, 16)
+    hot, bias = np.empty(padded * c.n_hot, np.uint16), np.empty(padded if c.mean else 0, np.float32)
     sizes = ffi.new("pycass_nest_sizes *")
     _check(lib.pycass_nest_bound(rows, cols, sizes))
     a, x, b, side = (np.empty(n, np.uint8) for n in (sizes.a, sizes.x, sizes.b, sizes.side_bound))
     size = ffi.new("size_t *")
     pointers = [ffi.from_buffer("uint8_t[]", p, require_writable=True) for p in (a, x, b, side)]
-    _check(lib.pycass_nest_encode(ffi.from_buffer("uint16_t[]", bits), rows, cols, *pointers, size))
+    extra = (ffi.from_buffer("uint16_t[]", hot), ffi.from_buffer("float[]", bias))
+    w = ffi.from_buffer("uint16_t[]", bits)
+    _check(lib.pycass_nest_encode_calibrated(w, rows, cols, c, *pointers, size, *extra))
     tiles = nest_parts(rows, cols)[0]
     offsets = side[: 4 * (tiles + 1)].view("<u4").astype(np.int64)
-    return a, x[: 16 * tiles], b, offsets - offsets[0], side[offsets[0] : offsets[-1]].copy()
+    return a, x[: 16 * tiles], b, offsets - offsets[0], side[offsets[0] : offsets[-1]].copy(), hot, bias
 
 
 def _check(status):
@@ -224,7 +277,8 @@ class TensorWriter:
     @staticmethod
     def _encode(plan, chunk):
         bits, changed = plan.ref.read(*chunk)
-        return bits, changed, encode_nest(bits) if plan.codec == NEST else None
+        calibration = plan.calibration[0] if plan.calibration else None
+        return bits, changed, encode_nest(bits, calibration) if plan.codec == NEST else None
 
     def _finish(self, plan, chunk, future):
         bits, changed, parts = future.result()
@@ -239,9 +293,14 @@ class TensorWriter:
             self.progress(self.done, self.total, plan.ref.name)
 
     def _write_nest(self, plan, chunk, parts):
-        a, x, b, offsets, records = parts
+        a, x, b, offsets, records, hot, bias = parts
         if chunk[0] == 0:
             self._place_verification(plan)
+            if PART_HOT in plan.parts:
+                self.file.write(HEADER + plan.parts[PART_HOT][1], plan.hot)
+        for kind, unit, data in ((PART_HOT_WORDS, 2 * len(plan.hot), hot), (PART_BIAS, 4, bias)):
+            if kind in plan.parts:
+                self.file.write(HEADER + plan.parts[kind][1] + chunk[0] * unit, data)
         tile = chunk[0] // 16 * -(-plan.ref.cols // 64)
         for kind, unit, data in ((PART_A, 512, a), (PART_X, 16, x), (PART_B, 768, b)):
             section, at, _ = plan.parts[kind]
@@ -257,9 +316,13 @@ class TensorWriter:
             self._end_side(plan)
 
     def _place_verification(self, plan):
-        """Gives B and side their offsets behind everything written so far."""
+        """Gives B and side their offsets behind everything written so far, and writes what is to be kept in front."""
         b = nest_parts(plan.ref.rows, plan.ref.cols)[3]
         at = self.verification
+        for kind, data in plan.keep.items():
+            plan.parts[kind] = [2, at, len(data)]
+            self.file.write(self.verification_at + at, data)
+            at = _align(at + len(data))
         plan.parts |= {PART_B: [2, at, b], PART_SIDE: [2, at + b, 0]}
 
     def _end_side(self, plan):

@@ -44,18 +44,37 @@ static void put_part(CassBuilder *b, uint32_t type, int section, const void *dat
   bytes_put(s, data, n);
 }
 
+static size_t builder_hot(const CassBuilder *b, uint32_t cols) { return b->calibrated && cols >= HOT_UNIT ? HOT_UNIT : 0; }
+
 static void put_nest_parts(CassBuilder *b, uint32_t rows, uint32_t cols, const uint16_t *w) {
   pycass_nest_sizes n;
   CHECK(pycass_nest_bound(rows, cols, &n) == PYCASS_OK, "%s", pycass_error_detail());
   uint8_t *all = malloc(n.a + n.x + n.b + n.side_bound);
-  CHECK(all, "no memory");
+  size_t padded = round_up(rows, NEST_ROWS), n_hot = builder_hot(b, cols);
+  uint32_t hot[HOT_UNIT];
+  uint16_t *hot_words = calloc(padded * n_hot + 1, 2);
+  float *mean = calloc(cols, sizeof *mean), *bias = calloc(padded, sizeof *bias);
+  CHECK(all && hot_words && mean && bias, "no memory");
+  for (uint32_t i = 0; i < n_hot; i++)
+    hot[i] = i * cols / HOT_UNIT;
+  for (uint32_t k = 0; k < cols; k++)
+    mean[k] = 0.1f * (float)(k % 7) - 0.2f;
+  pycass_nest_calibration c = {hot, n_hot, NULL, mean};
   uint8_t *pa = all, *px = pa + n.a, *pb = px + n.x, *side = pb + n.b;
   size_t side_size;
-  CHECK(pycass_nest_encode(w, rows, cols, pa, px, pb, side, &side_size) == PYCASS_OK, "%s", pycass_error_detail());
+  CHECK(pycass_nest_encode_calibrated(w, rows, cols, b->calibrated ? &c : NULL, pa, px, pb, side, &side_size, hot_words,
+                                      bias) == PYCASS_OK,
+        "%s", pycass_error_detail());
   put_part(b, PART_NEST_A, SECTION_SPECULATION, pa, n.a), put_part(b, PART_NEST_X, SECTION_SPECULATION, px, n.x);
   put_part(b, PART_NEST_B, SECTION_VERIFICATION, pb, n.b);
   put_part(b, PART_NEST_SIDE, SECTION_VERIFICATION, side, side_size);
-  free(all);
+  if (n_hot) {
+    put_part(b, PART_NEST_HOT, SECTION_SPECULATION, hot, 4 * n_hot);
+    put_part(b, PART_NEST_HOT_WORDS, SECTION_SPECULATION, hot_words, 2 * padded * n_hot);
+  }
+  if (b->calibrated)
+    put_part(b, PART_NEST_BIAS, SECTION_SPECULATION, bias, padded * sizeof *bias);
+  free(all), free(hot_words), free(mean), free(bias);
 }
 
 void cass_tensor(CassBuilder *b, const char *name, pycass_codec codec, uint32_t rows, uint32_t cols,
@@ -65,7 +84,7 @@ void cass_tensor(CassBuilder *b, const char *name, pycass_codec codec, uint32_t 
     bytes_put(d, NULL, 8);
   size_t n_name = strlen(name), values = (size_t)rows * (cols ? cols : 1);
   uint8_t head[8] = {(uint8_t)n_name, (uint8_t)(n_name >> 8), (uint8_t)codec, cols ? 2 : 1,
-                     codec == PYCASS_CODEC_RAW ? 1 : 4};
+                     codec == PYCASS_CODEC_RAW ? 1 : (uint8_t)(4 + b->calibrated + 2 * (builder_hot(b, cols) > 0))};
   bytes_put(d, head, 8);
   put8(d, rows), put8(d, cols);
   put4(d, pycass_crc32c(0, w, values * 2)), put4(d, 0);
@@ -117,12 +136,12 @@ uint8_t *cass_finish(CassBuilder *b, size_t *size) {
 
 TinyModel tiny_model(int kind) {
   TinyModel m = {.codec = kind == TINY_RAW ? PYCASS_CODEC_RAW : PYCASS_CODEC_NEST, .seed = 7 + (uint32_t)kind};
-  m.config = (pycass_config){.family = kind == TINY_RAW ? 1 : (uint32_t)kind + 1, .n_vocab = 75, .n_token = 70,
+  m.config = (pycass_config){.family = kind > TINY_QWEN3 ? 1 : (uint32_t)kind + 1, .n_vocab = 75, .n_token = 70,
                              .n_ctx_train = 256, .n_embd = 40, .n_ff = 72, .n_layer = 2, .n_head = 6, .n_head_kv = 2,
                              .head_dim = 10, .rms_eps = 1e-5f, .rope_attention_factor = 1};
   if (kind == TINY_QWEN3)
     m.config.head_dim = 16, m.config.n_embd = 64, m.config.flags = PYCASS_FLAG_TIED_EMBEDDING;
-  m.qkv_bias = kind == TINY_QWEN2, m.head_norm = kind == TINY_QWEN3;
+  m.calibrated = kind == TINY_HOT, m.qkv_bias = kind == TINY_QWEN2, m.head_norm = kind == TINY_QWEN3;
   return m;
 }
 
@@ -185,7 +204,7 @@ uint8_t *tiny_file(const TinyModel *m, size_t *size) {
   CassBuilder b = {0};
   const pycass_config *c = &m->config;
   static const char json[] = "{\"name\": \"tiny\", \"eos_token_ids\": [1]}";
-  weight_state = m->seed;
+  weight_state = m->seed, b.calibrated = m->calibrated;
   cass_config(&b, c);
   put_random(&b, m, "model.embed_tokens.weight", c->n_vocab, c->n_embd, 0, 1);
   for (uint32_t i = 0; i < c->n_layer; i++)

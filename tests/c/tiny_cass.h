@@ -15,6 +15,7 @@ void bytes_pad(Bytes *b, size_t to); /* zeros to a multiple */
 typedef struct CassBuilder {
   Bytes section[N_SECTION];
   uint32_t n_tensor;
+  bool calibrated; /* nest matrices get a draft bias and, from 16 columns on, hot columns */
 } CassBuilder;
 
 /* config: n_embd .. of pycass_config; rope_inv_freq as Llama's with base 10000. */
@@ -31,11 +32,11 @@ void cass_reseal(uint8_t *file, size_t size);
 typedef struct TinyModel {
   pycass_config config;
   pycass_codec codec;
-  bool qkv_bias, head_norm;
+  bool qkv_bias, head_norm, calibrated;
   uint16_t odd_weight;  /* nonzero: this BF16 value is strewn over the matrices */
   uint32_t seed;
 } TinyModel;
-enum { TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_RAW, N_TINY };
+enum { TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_HOT, TINY_RAW, N_TINY };
 TinyModel tiny_model(int kind);
 uint8_t *tiny_file(const TinyModel *m, size_t *size);
 /* Writes it to a new temporary file; path [256]. */

@@ -23,10 +23,11 @@ static TinyModel smallest(int kind) {
 }
 
 static void models(const char *dir) {
-  static const char *const name[] = {"llama", "qwen2", "qwen3", "raw"};
+  static const char *const name[] = {"llama", "qwen2", "qwen3", "hot", "raw"};
   for (int kind = 0; kind < N_TINY; kind++) {
     size_t size;
     TinyModel m = smallest(kind);
+    m.config.n_embd = m.calibrated ? 17 : m.config.n_embd; /* wide enough for hot columns */
     uint8_t *file = tiny_file(&m, &size);
     write_seed(dir, "format", name[kind], file, size), write_seed(dir, "model", name[kind], file, size);
     free(file);

@@ -145,7 +145,8 @@ class Nest:
     their places."""
 
     def __init__(self, t):
-        assert sorted(t.parts) == [16, 17, 18, 19]
+        known = {kind for kind in t.parts if not kind >> 31}
+        assert known - {20, 21, 22} == {16, 17, 18, 19} and (20 in known) == (21 in known)
         self.shape = t.shape
         self.grid = -(-t.shape[0] // 16), -(-t.shape[1] // 64)
         n = self.n = self.grid[0] * self.grid[1]
@@ -158,6 +159,29 @@ class Nest:
         self.g = x[: 16 * n].reshape(n, 16, 1).astype(np.int64)  # [tile, row, 1]
         self.group = self.g.reshape(n, 1, 16).repeat(4, axis=2)  # [tile, 1, weight in a half line]: 4 each of a row
         self.low6 = self._low_bits(b.reshape(n, 4, 3, 64).astype(np.int64))
+        self._calibration(t.parts)
+
+    def _calibration(self, parts):
+        """self.hot: columns; self.hot_bits [rows, n_hot]; self.bias [rows] or None; self.is_hot [tile, 1, column]."""
+        rows, cols = self.shape
+        self.hot = np.frombuffer(parts.get(20, b""), "<u4").astype(np.int64)
+        n, padded = len(self.hot), 16 * self.grid[0]
+        assert n in ((16, 32, 48, 64) if 20 in parts else (0,)) and (np.diff(self.hot) > 0).all() and (self.hot < cols).all()
+        words = np.frombuffer(parts.get(21, b""), "<u2").reshape(self.grid[0], n // 4, 64)
+        self.hot_bits = np.zeros((padded, n), np.uint16)
+        for r in range(16):
+            for c in range(4):
+                self.hot_bits[r::16, c::4] = words[:, :, r // 2 % 2 * 32 + r // 4 * 8 + r % 2 * 4 + c]
+        assert not self.hot_bits[rows:].any()
+        self.hot_bits = self.hot_bits[:rows]
+        self.bias = None
+        if 22 in parts:
+            bias = np.frombuffer(parts[22], "<f4")
+            assert len(bias) == padded and not bias[rows:].any()
+            self.bias = bias[:rows]
+        mask = np.zeros(64 * self.grid[1], bool)
+        mask[self.hot] = True
+        self.is_hot = np.tile(mask.reshape(self.grid[1], 1, 64), (self.grid[0], 1, 1))
 
     def _low_bits(self, b):
         """Mantissa bits 5..0. b: [tile, triple, line, byte]"""
@@ -195,7 +219,10 @@ class Nest:
         conditions = [d == 2, d == 1, (d == 0) | (d == -1), d == 3]
         cell = np.select(conditions, [0 + high, 2 + high, np.where(d == 0, 4 + high, 5), np.full_like(d, 6)], 7)
         assert (cell == self.cell).all() and (d >= -1).all() and (self.g >= 4).all()
-        e, m = self.untile(e), self.untile(m)
+        fills = self.is_hot.repeat(16, axis=1)
+        e, m, g = self.untile(e), self.untile(m), self.g.repeat(64, axis=2)
+        assert (e == g)[fills].all() and not m[fills].any() and not self.untile(self.sign)[fills].any()
+        e, m = np.where(fills, 0, e), np.where(fills, 0, m)
         e0 = e.reshape(self.n, 16, 64).max(axis=2, keepdims=True)
         largest = np.where(e.reshape(self.n, 16, 64) == e0, m.reshape(self.n, 16, 64), 0).max(axis=2, keepdims=True)
         assert ((self.g == np.maximum(e0, 4)) | ((self.g == e0 - 1) & (largest < 64))).all()
@@ -228,10 +255,15 @@ class Nest:
         d = self._check_choices(words)
         assert (escape[q == 15] > 0).all() and (d[q == 15] > 17).all(), "escapes only where there is no q"
         bits, padding = self._matrix((self.sign << 15 | words).astype(np.uint16))
+        for column in self.hot:
+            padding[self.shape[0] :, column] = 0  # the filler goes on there
         assert not padding.any(), "padding is zero"
+        bits[:, self.hot] = self.hot_bits
         return bits
 
     def draft(self):
-        """The draft's values, float64 [rows, cols]."""
+        """The draft's values without the bias, float64 [rows, cols]."""
         scale = np.exp2(self.group.astype(np.float64) - 127) / 70
-        return self._matrix(MAGNITUDE[self.cell] * scale * np.where(self.sign == 1, -1, 1))[0]
+        values = self._matrix(MAGNITUDE[self.cell] * scale * np.where(self.sign == 1, -1, 1))[0]
+        values[:, self.hot] = (self.hot_bits.astype(np.uint32) << 16).view(np.float32)
+        return values

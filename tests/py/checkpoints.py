@@ -1,10 +1,15 @@
 """Small random checkpoints for the tests of conversion: Hugging Face folders and GGUF files."""
 
+import functools
 import json
 import struct
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+import pycass.convert
+
+convert = functools.partial(pycass.convert.convert, calibrate=None)  # calibration has tests of its own
 
 SAMPLE = [
     "Hello world! The quick brown fox jumps over the lazy dog. ",

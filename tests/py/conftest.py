@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tiny
+from checkpoints import convert
 
 from pycass import Model
-from pycass.convert import convert
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 
@@ -27,13 +27,14 @@ def tiny_hf(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_cass(tmp_path_factory, tiny_hf):
-    """(name, codec) -> the path of a tiny model's .cass file."""
+    """(name, codec) -> the path of a tiny model's .cass file. "hot": nest, calibrated."""
     root, made = tmp_path_factory.mktemp("cass"), {}
 
     def get(name, codec="nest"):
         if (name, codec) not in made:
             path = root / f"{name}.{codec}.cass"
-            convert(tiny_hf(name), path, codec=codec)
+            options = {"calibrate": "builtin", "samples": 12} if codec == "hot" else {}
+            convert(tiny_hf(name), path, codec="nest" if codec == "hot" else codec, **options)
             made[name, codec] = path
         return made[name, codec]
 

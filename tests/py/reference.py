@@ -45,12 +45,14 @@ def _attention(q, k, v):
     return np.einsum("hij,jhd->ihd", p / p.sum(axis=-1, keepdims=True), v)
 
 
-def logits(ids, c, w, acts=exactly, cache=exactly):
+def logits(ids, c, w, acts=exactly, cache=exactly, multiply=None):
     """float64 [len(ids), n_vocab]. c: a Config; w(name): a tensor's float64 values, or None where there is none.
-    acts: what is done to the activations that enter a matrix product; cache: to keys and values."""
+    acts: what is done to the activations that enter a matrix product; cache: to keys and values. multiply(name, x): another
+    product of tensor name with activations x [token, column]."""
+    multiply = multiply or (lambda name, x: acts(x) @ w(name).T)
 
     def product(name, x):
-        y = acts(x) @ w(name + ".weight").T
+        y = multiply(name + ".weight", x)
         bias = w(name + ".bias")
         return y if bias is None else y + bias
 

@@ -10,6 +10,7 @@ from cass_reader import Reader
 from checkpoints import (
     bf16_to_f32,
     config,
+    convert,
     f32_to_bf16,
     gguf_bytes,
     gguf_keys,
@@ -20,7 +21,7 @@ from checkpoints import (
 )
 from gguf import GGML_QUANT_SIZES, quants
 
-from pycass.convert import convert, open_source, source, verify_against
+from pycass.convert import open_source, source, verify_against
 from pycass.errors import ConversionError
 
 

@@ -6,9 +6,9 @@ import struct
 import numpy as np
 import pytest
 from cass_reader import Reader
-from checkpoints import bf16_to_f32, config, f32_to_bf16, safetensors_bytes, shapes, weights, write_hf
+from checkpoints import bf16_to_f32, config, convert, f32_to_bf16, safetensors_bytes, shapes, weights, write_hf
 
-from pycass.convert import convert, open_source, verify_against
+from pycass.convert import open_source, verify_against
 from pycass.errors import ConversionError
 
 

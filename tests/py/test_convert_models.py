@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from cass_reader import Reader
+from checkpoints import convert
 from tokenizers import Tokenizer
 
-from pycass.convert import convert, open_source, verify_against
+from pycass.convert import open_source, verify_against
 from pycass.convert.writer import crc32c
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "smollm2_convert.json").read_text())

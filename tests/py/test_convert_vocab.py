@@ -6,10 +6,10 @@ import random
 
 import pytest
 import sentencepiece
-from checkpoints import SAMPLE, config, gguf_vocabulary, nfc_split_tokenizer, weights, write_hf
+from checkpoints import SAMPLE, config, convert, gguf_vocabulary, nfc_split_tokenizer, weights, write_hf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from pycass.convert import arch, convert, open_source, spm, vocab
+from pycass.convert import arch, open_source, spm, vocab
 from pycass.errors import ConversionError
 
 TEXTS = [

@@ -31,8 +31,9 @@ def drafted(completions):
 
 @each_model
 @each_mode
-def test_speculation_changes_nothing(name, mode, tiny_model):
-    model, prompt, options = tiny_model(name), tiny.ids(name, 9), MODES[mode]
+@pytest.mark.parametrize("codec", ["nest", "hot"])
+def test_speculation_changes_nothing(name, mode, codec, tiny_model):
+    model, prompt, options = tiny_model(name, codec), tiny.ids(name, 9), MODES[mode]
     plain = run(model, prompt, spec="off", **options)
     assert len(plain.token_ids) == len(plain.logprobs) == N and plain.spec.drafted == 0
     fixed = [run(model, prompt, spec="on", draft_max=n, draft_fixed=True, **options) for n in range(1, 17)]

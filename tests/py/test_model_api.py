@@ -11,11 +11,10 @@ import time
 import numpy as np
 import pytest
 import tiny_models as tiny
-from checkpoints import write_hf
+from checkpoints import convert, write_hf
 from running import KERNELS, seen
 
 from pycass import CassFile, Completion, Model, PycassError
-from pycass.convert import convert
 from pycass.errors import ContextFull, FormatError, InvalidArgument, IOFailure, KernelUnavailable, TemplateError
 
 NAME = "llama_untied"

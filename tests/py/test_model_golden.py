@@ -150,10 +150,11 @@ def test_raw_and_nest_compute_the_same_bits(name, kernel, tiny_model):
 
 @each_model
 @each_kernel
-def test_kernel_sets_compute_the_same_bits(name, kernel, tiny_model, golden):
+@pytest.mark.parametrize("codec", ["nest", "hot"])
+def test_kernel_sets_compute_the_same_bits(name, kernel, codec, tiny_model):
     """AMX has its own order of sums (kernels_cpu/amx.c)."""
     ids = tiny.ids(name)
-    model, scalar = tiny_model(name, kernel=kernel), tiny_model(name, kernel="scalar")
+    model, scalar = tiny_model(name, codec, kernel=kernel), tiny_model(name, codec, kernel="scalar")
     logits, expected = model.logits(ids), scalar.logits(ids)
     if kernel == "amx":
         assert np.abs(logits - expected).max() < 0.3
