@@ -264,18 +264,22 @@ def chat(model, **o):
         help="Input channels of a matrix that the draft has exactly.")
 @option("--bias/--no-bias", default=True, show_default=True, help="A draft bias: what the draft misses on average.")
 @option("--weighted/--no-weighted", default=True, show_default=True, help="Choose group exponents by the channels' activations.")
+@option("--settings", default=None, type=click.Path(exists=True, dir_okay=False), metavar="FILE", envvar=None,
+        help="Encode as `pycass tune` found best. What the command line says goes before.")
 @options.log
-def convert(src, out, codec, **o):
+def convert(src, out, **o):
     """Convert a Hugging Face folder, a GGUF or a .cass file to a .cass file."""
     from . import inspect_file
     from .convert import convert as do
 
+    if o["settings"]:
+        options.take(o, settings.load(o["settings"]).convert_arguments())
     if o["no_calibrate"] and o["calibrate"]:
         raise click.UsageError("--calibrate and --no-calibrate exclude each other")
     how = None if o["no_calibrate"] else o["calibrate"] or "auto"
     console = console_of(o)
     with console.progress("converting") as progress:
-        report = do(src, out, codec=codec, progress=progress, calibrate=how, samples=o["calibrate_samples"],
+        report = do(src, out, codec=o["codec"], progress=progress, calibrate=how, samples=o["calibrate_samples"],
                     hot=int(o["hot"]), bias=o["bias"], weighted=o["weighted"])
     console.note(inspect_file.report_text(report, out))
 

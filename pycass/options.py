@@ -32,6 +32,16 @@ def prefer_explicit(o, *names):
         o.update({n: None for n in given if is_preset(n)})
 
 
+def take(o, values):
+    """Values of a settings file for the options that the command line does not give."""
+    ctx = click.get_current_context()
+    for name, value in values.items():
+        if name not in o:
+            raise click.UsageError(f"the settings say {name} = {value}, which this version cannot do")
+        if ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
+            o[name] = value
+
+
 class Finite(click.FloatRange):
     """A number of a range; nan and inf are none."""
 

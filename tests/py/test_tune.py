@@ -346,6 +346,22 @@ def test_commands_read_settings(tiny_cass, tmp_path, capsys, monkeypatch):
     assert "not a settings file" in capsys.readouterr().err
 
 
+def test_convert_reads_settings(tiny_cass, tmp_path, monkeypatch):
+    seen = []
+
+    def do(src, out, progress, **arguments):
+        seen.append(arguments)
+        raise Unsupported("enough")
+
+    monkeypatch.setattr(pycass.convert, "convert", do)
+    file = tmp_path / "s.json"
+    settings.save(settings.Settings("nest", hot=32, bias=False, draft_max=2), file)
+    args = ["convert", str(tiny_cass("qwen2")), "-o", str(tmp_path / "x.cass")]
+    for more in ([], ["--settings", str(file)], ["--settings", str(file), "--hot", "64", "--bias"]):
+        assert cli.main([*args, *more]) == 1
+    assert [(a["codec"], a["hot"], a["bias"]) for a in seen] == [("nest", 16, True), ("nest", 32, False), ("nest", 64, True)]
+
+
 def test_what_is_said(tmp_path):
     s = settings.Settings("nest", hot=16, bias=True, draft_max=6, draft_full=("a*",),
                           measured={"tps": 12.0, "default_tps": 10.0, "over_default": 1.2, "draft_bits": 4.35,
