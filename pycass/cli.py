@@ -473,8 +473,8 @@ model_option = option("-m", "--model", "model_opt", metavar="MODEL", help="The s
 
 @app.command()
 @click.argument("model", required=False)
-@option("-o", "--out", required=True, type=click.Path(file_okay=False), envvar=None,
-        help="The report's folder: a new one, or one to go on with.")
+@option("-o", "--out", default=None, type=click.Path(), envvar=None,
+        help="The report's folder: a new one, or one to go on with. Without it: NAME.study in the current folder.")
 @option("--grid", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Encodings to measure.")
 @option("--budget", type=options.Finite(0), default=30.0, show_default=True, metavar="MINUTES",
         help="No encoding is begun that would end later; 0: no end.")
@@ -494,7 +494,8 @@ def study(model, **o):
     name = the_model(model, o["model_opt"])
     console = console_of(o)
     budget = 60 * o["budget"] or None
-    plan = s.Plan(resolve(name, console), os.path.basename(name), Path(o["out"]), o["grid"], budget, o["tokens"],
+    short = os.path.basename(name.rstrip("/"))
+    plan = s.Plan(resolve(name, console), short, Path(o["out"] or f"{short}.study"), o["grid"], budget, o["tokens"],
                   o["threads"], o["kernel"], o["plots"])  # fmt: skip
     click.echo(s.run(plan, console))
 

@@ -198,10 +198,12 @@ def test_the_verdict_on_the_papers_ratios():
     assert "lies between 7.77 and 14.32" in text and "1.81 against EAGLE-3 is reproduced" in text and "1.68, -7 %" in text
 
 
-def test_the_command(plan, copies, tmp_path, capsys):
+def test_the_command(plan, copies, tmp_path, capsys, monkeypatch):
     path = plan().model
     assert cli.main(["study", path, "-o", str(tmp_path / "new"), "--tokens", "8", "-t", "1", "--no-plots", "--budget", "1e-6"]) == 0
     out = capsys.readouterr()
     assert out.out.strip() == str(tmp_path / "new" / "report.md") and "left" in out.err
     assert (tmp_path / "new" / "report.md").read_text().startswith(f"# A study of {os.path.basename(path)}\n")
-    assert cli.main(["study", path]) == 2
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["study", path, "--tokens", "8", "-t", "1", "--no-plots", "--budget", "1e-6"]) == 0
+    assert (tmp_path / capsys.readouterr().out.strip()).is_file()
