@@ -44,6 +44,7 @@ class Point:
         text += f" prune {a['prune']:g}" if "prune" in a else ""
         text += f" mantissa {a['mantissa_bits']}" if "mantissa_bits" in a else ""
         text += " half" if a.get("half") else ""
+        text += " raw" if a.get("pruned") == "raw" else ""
         text += f" hot {a['hot']}" if a.get("hot") else ""
         return text + (" bias" if a.get("bias") else "")
 
@@ -72,7 +73,8 @@ def points(grid: str) -> list[Point]:
     cass2 = {"codec": "cass2", "prune": 0.4, "mantissa_bits": 3, "pruned": "coded"}
     first = [p for p in nest if p.speed]
     first += [_cass1("cass1", 0.4, 3, half, not half) for half in (False, True)] + [Point("cass2", cass2, True)]
-    rest = [p for p in nest if not p.speed]
+    stored = {"codec": "cass1", "prune": 0.4, "mantissa_bits": 3, "half": False, "pruned": "raw"}  # as the paper has it
+    rest = [Point("cass1", stored)] + [p for p in nest if not p.speed]
     rest += [_cass1("pruning", p, 7) for p in g["prune"]]
     rest += [_cass1("truncation", 0.0, m, half) for m in g["mantissa"] for half in (False, True)]
     rest += [_cass1("both", p, m, half) for p, m in itertools.product(*g["both"]) for half in (False, True)]

@@ -8,7 +8,7 @@ from .errors import PycassError
 PAPER = {"entropy": "2.58-2.64", "unary": "2.85"}  # bits of a weight's exponent that the paper reports
 GROUPS = {
     "nest": "nest: plain, with hot columns, with a bias",
-    "cass1": "cass1, the paper's setting: 40 % pruned, 3 mantissa bits",
+    "cass1": "cass1, the paper's setting: 40 % pruned, 3 mantissa bits; raw: pruned weights stored as they are, as in the paper",
     "cass2": "cass2, the paper's setting",
     "pruning": "cass1, pruning alone: every mantissa bit of what stays",
     "truncation": "cass1, truncation alone: nothing pruned",

@@ -43,7 +43,7 @@ def plan(tiny_cass, tmp_path, monkeypatch):
 
 
 def test_the_points():
-    for grid, n in (("small", 9 + 2 + 1 + 3 + 8 + 8), ("full", 9 + 2 + 1 + 7 + 14 + 40)):
+    for grid, n in (("small", 9 + 3 + 1 + 3 + 8 + 8), ("full", 9 + 3 + 1 + 7 + 14 + 40)):
         found = study.points(grid)
         names = [p.name for p in found]
         repeated = {"cass1 prune 0.4 mantissa 3", "cass1 prune 0.4 mantissa 3 half"} if grid == "full" else set()
@@ -90,13 +90,13 @@ def test_a_study_and_its_continuation(plan, copies, tmp_path):
     text = path.read_text()
     folder = sorted(os.listdir(tmp_path / "report"))
     assert folder == ["memory.csv", "points.csv", "ratios.csv", "report.md", "study.json", "tensors.csv"]
-    assert len(copies) == 31 and "| nest bias" in text and "(10 tokens each, 20 positions)" in text
+    assert len(copies) == 32 and "| nest bias" in text and "(10 tokens each, 20 positions)" in text
     for words in ("## Exponents", "## Acceptance", "## Speed", "## Memory", "EAGLE-3", "| tiny |", "11.59", "assumed: cass1 13.9"):
         assert words in text
     assert "| cass1 prune" not in text and "Every target gave the model's own token" in text and "No plots" not in text
     del copies[:]
     again = study.run(plan(), Console())
-    assert len(copies) == 22 and {a["codec"] for a in copies} == {"cass1", "cass2"}  # only what was left out
+    assert len(copies) == 23 and {a["codec"] for a in copies} == {"cass1", "cass2"}  # only what was left out
     assert again.read_text() == text
 
 
@@ -118,7 +118,7 @@ def test_rows_say_what_was_measured(plan, copies):
 
 def test_the_budget_ends_it(plan, copies, capsys):
     study.run(plan(budget=1e-9), Console())
-    assert len(copies) == 1 and "30 of 31 points are left" in capsys.readouterr().err
+    assert len(copies) == 1 and "31 of 32 points are left" in capsys.readouterr().err
     study.run(plan(budget=1e-9), Console())
     assert len(copies) == 2
 
