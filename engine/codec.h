@@ -29,6 +29,7 @@ typedef struct Matrix {
   const uint16_t *hot_words;  /* [n_block][n_hot / 4][64]: half lines of four hot columns each, as in TileWords */
   const float *bias;          /* [16 n_block]: what the draft adds to each row's product; NULL if none */
   bool draft_full;            /* the draft reads it as the target does */
+  const uint8_t *spec, *ver;  /* cass1, cass2: the parts; without ver the matrix is the draft's */
 } Matrix;
 
 /* A decoded tile as kernels use it. Half line hl = 2 j + h holds columns 8 j + h + {0, 2, 4, 6} of all 16 rows, as they
@@ -83,6 +84,7 @@ static inline void nest_prefetch(const uint8_t *a, const uint8_t *b, const uint8
     __builtin_prefetch((const void *)((uintptr_t)record + AHEAD * RECORD + 64 * (uintptr_t)i), 0, L2);
 }
 
+static inline bool matrix_is_cass(const Matrix *w) { return w->codec == PYCASS_CODEC_CASS1 || w->codec == PYCASS_CODEC_CASS2; }
 static inline size_t matrix_tiles(const Matrix *w) { return (size_t)w->n_block * w->n_group; }
 static inline Matrix matrix_shape(pycass_codec codec, uint32_t rows, uint32_t cols) {
   Matrix w = {.codec = codec, .rows = rows, .cols = cols};

@@ -2,7 +2,7 @@
  * other decoder is compared with, so it stays short. */
 #include <stdlib.h>
 
-#include "codec.h"
+#include "codec_cass.h"
 
 const uint8_t nest_magnitude[8] = {22, 31, 43, 61, 85, 119, 13, 4};
 
@@ -360,6 +360,11 @@ void matrix_row_draft(const Matrix *m, uint32_t row, float *out) {
     matrix_row_exact(m, row, out);
     return;
   }
+  if (matrix_is_cass(m)) {
+    Matrix view = cass_draft_view(m);
+    cass_row(&view, row, out);
+    return;
+  }
   size_t t0 = (size_t)(row / NEST_ROWS) * m->n_group;
   for (uint32_t k = 0; k < m->cols; k++)
     out[k] = draft_value(m->a, m->x, t0 + k / NEST_COLS, row % NEST_ROWS, k % NEST_COLS);
@@ -372,6 +377,10 @@ void matrix_row_decode(const Matrix *m, uint32_t row, void (*decode)(const Matri
   if (m->codec == PYCASS_CODEC_RAW) {
     for (uint32_t k = 0; k < m->cols; k++)
       out[k] = bf16_to_f32(m->raw[(size_t)row * m->cols + k]);
+    return;
+  }
+  if (matrix_is_cass(m)) {
+    cass_row(m, row, out);
     return;
   }
   for (uint32_t g = 0; g < m->n_group; g++) {
@@ -396,6 +405,10 @@ static void tile_rows(const Matrix *m, size_t t, uint32_t r0, uint32_t r1, uint1
 void matrix_bits(const Matrix *m, uint32_t r0, uint32_t r1, uint16_t *out) {
   if (m->codec == PYCASS_CODEC_RAW) {
     memcpy(out, m->raw + (size_t)r0 * m->cols, (size_t)(r1 - r0) * m->cols * sizeof *out);
+    return;
+  }
+  if (matrix_is_cass(m)) {
+    cass_bits(m, r0, r1, out);
     return;
   }
   for (uint32_t r = r0, end; r < r1; r = end) {

@@ -2,6 +2,8 @@
 
 #include "format.h"
 
+#include "codec_cass.h"
+
 static const uint8_t magic[8] = {0x89, 'C', 'A', 'S', 'S', '\r', '\n', 0x1a};
 enum { HEADER_SIZE = 4096, VERSION = 2, ENTRY_SIZE = 32, MAX_DIM = 1 << 28 };
 static const char *const section_name[N_SECTION] = {"speculation", "verification", "config", "directory", "json"};
@@ -131,12 +133,13 @@ typedef struct Part {
   const uint8_t *data;
   uint64_t size;
 } Part;
-enum { RAW, A, X, B, SIDE, HOT, HOT_WORDS, BIAS, N_PART_KIND };
+enum { RAW, A, X, B, SIDE, HOT, HOT_WORDS, BIAS, SPEC, VER, N_PART_KIND };
 static const struct {
   uint32_t type;
   int section;
 } part_kind[N_PART_KIND] = {{PART_RAW, 0},       {PART_NEST_A, 0},   {PART_NEST_X, 0},         {PART_NEST_B, 1},
-                            {PART_NEST_SIDE, 1}, {PART_NEST_HOT, 0}, {PART_NEST_HOT_WORDS, 0}, {PART_NEST_BIAS, 0}};
+                            {PART_NEST_SIDE, 1}, {PART_NEST_HOT, 0}, {PART_NEST_HOT_WORDS, 0}, {PART_NEST_BIAS, 0},
+                            {PART_CASS_SPEC, 0}, {PART_CASS_VER, 1}};
 
 static pycass_status parse_part(const Format *f, Tensor *t, const uint8_t *e, Part parts[N_PART_KIND]) {
   uint32_t type = load_u32(e), section = load_u32(e + 4) - 1;
@@ -195,6 +198,16 @@ static pycass_status bind_nest(Tensor *t, const Part p[N_PART_KIND], int n_known
   return bind_calibration(t, p);
 }
 
+static pycass_status bind_cass(Tensor *t, const Part p[N_PART_KIND], int n_known) {
+  Matrix *m = &t->matrix;
+  if (t->info.n_dims != 2 || n_known != 2 || !p[SPEC].data || !p[VER].data)
+    return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: a cass tensor has other parts", t->name);
+  m->spec = p[SPEC].data, m->ver = p[VER].data;
+  if (cass_check_parts(m, p[SPEC].size, p[VER].size) != PYCASS_OK)
+    return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: a part's header or table is damaged", t->name);
+  return PYCASS_OK;
+}
+
 static pycass_status parse_name(Tensor *t, const uint8_t *name, size_t n) {
   t->name = malloc(n + 1);
   if (!t->name)
@@ -220,7 +233,7 @@ static pycass_status parse_tensor(const Format *f, Cursor *c, Tensor *t) {
   if (n_dims < 1 || n_dims > 2 || n_parts < 1 || n_parts > 16 || !all_zero(e + 5, 3) || load_u32(e + 28) ||
       !shape[0] || shape[0] > MAX_DIM || shape[1] > MAX_DIM || (n_dims == 2) != (shape[1] != 0))
     return cass_fail(PYCASS_ERR_CORRUPT, "tensor %s: impossible shape or parts", t->name);
-  if (e[2] > PYCASS_CODEC_NEST)
+  if (e[2] > PYCASS_CODEC_CASS2)
     return cass_fail(PYCASS_ERR_UNSUPPORTED, "tensor %s: codec %u is unknown to this build", t->name, e[2]);
   t->info.codec = (pycass_codec)e[2], t->info.n_dims = n_dims, t->info.bf16_crc32c = load_u32(e + 24);
   t->info.shape[0] = shape[0], t->info.shape[1] = shape[1];
@@ -239,6 +252,8 @@ static pycass_status parse_tensor(const Format *f, Cursor *c, Tensor *t) {
     RETURN_IF(parse_part(f, t, p, parts));
     n_known += !(load_u32(p) >> 31);
   }
+  if (matrix_is_cass(&t->matrix))
+    return bind_cass(t, parts, n_known);
   return t->info.codec == PYCASS_CODEC_RAW ? bind_raw(t, parts, n_known) : bind_nest(t, parts, n_known);
 }
 

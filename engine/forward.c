@@ -79,10 +79,12 @@ typedef struct Product {
 /* Row blocks [from, to) of a product. */
 static void multiply_blocks(const Pass *p, const Product *product, uint32_t m, uint32_t from, uint32_t to) {
   const Kernels *kernels = p->model->kernels;
-  if (p->draft && product->w->codec == PYCASS_CODEC_NEST && !product->w->draft_full)
-    kernels->matmul_draft(product->y, product->ldy, product->w, &p->state->acts, m, from, to);
+  const Matrix *w = product->w, view = cass_draft_view(w);
+  bool draft = p->draft && !w->draft_full;
+  if (draft && w->codec == PYCASS_CODEC_NEST)
+    kernels->matmul_draft(product->y, product->ldy, w, &p->state->acts, m, from, to);
   else
-    kernels->matmul(product->y, product->ldy, product->w, &p->state->acts, m, from, to);
+    kernels->matmul(product->y, product->ldy, draft ? &view : w, &p->state->acts, m, from, to);
 }
 
 /* Products of m tokens' activations, the ones made last by ready(): their row blocks are one list, shared out piece by

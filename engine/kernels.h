@@ -8,7 +8,7 @@
 #ifndef CASS_KERNELS_H
 #define CASS_KERNELS_H
 
-#include "codec.h"
+#include "codec_cass.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -79,12 +79,14 @@ typedef struct Kernels {
   const char *name;
   /* Tile t of a nest matrix to exact bits, as nest_decode_tile. */
   void (*nest_decode_tile)(const Matrix *w, size_t t, TileWords out);
+  /* The next tile of a row block of a cass matrix, as cass_next_tile. */
+  void (*cass_next_tile)(CassReader *r, TileWords out);
 
   /* Groups [0, n_group) of a token's activations x, times PANEL_SCALE, to BF16, to nearest even; NaN stays NaN. panels points
    * at the token's place in the first of them. */
   void (*round)(uint16_t *panels, const float *x, uint32_t n_group);
   /* y[i][r] = sum over k of W[r][k] x[i][k] for i < m and the row blocks [block0, block1): target arithmetic, BF16 times
-   * BF16 into float. Panels are zero from cols on; y [m][ldy], ldy >= 16 n_block.
+   * BF16 into float; of a cass matrix without verification data, the draft's. Panels are zero from cols on; y [m][ldy], ldy >= 16 n_block.
    * Order: hot columns first, as one group with u = 1. For each group, two accumulators a row and token from zero, with fused multiply-adds: half lines in turn, a0 takes
    * of each the columns +2, +0, a1 the columns +6, +4. Then s0 = fma(a0, u, s0) and s1 = fma(a1, u, s1), with u =
    * 2^(G - NEST_BIAS) for tiles in relative form (codec.h), else 1. y = (s0 + s1) / PANEL_SCALE. */

@@ -37,7 +37,7 @@ static pycass_status bind_matrix(Binder *b, const char *name, uint64_t rows, uin
   bool full = out->draft_full || out->codec == PYCASS_CODEC_RAW;
   uint64_t total = t->info.speculation_bytes + t->info.verification_bytes;
   b->m->has_draft |= !full;
-  b->m->draft_reads_panels |= full;
+  b->m->draft_reads_panels |= full || matrix_is_cass(out);
   b->m->draft_bytes += full ? total : t->info.speculation_bytes;
   b->m->target_bytes += total;
   return PYCASS_OK;

@@ -76,10 +76,15 @@ typedef struct pycass_config {
 } pycass_config;
 
 #define PYCASS_FLAG_TIED_EMBEDDING 1u /* the output matrix is the embedding */
-#define PYCASS_FLAG_ROUNDED 2u        /* some source values were rounded to BF16 on conversion */
+#define PYCASS_FLAG_ROUNDED 2u        /* some source values were rounded on conversion, to BF16 or by cass2 */
 #define PYCASS_FLAG_QUANTIZED 4u      /* the source was a quantised file; its values rounded are the target */
 
-typedef enum pycass_codec { PYCASS_CODEC_RAW = 0, PYCASS_CODEC_NEST = 1 } pycass_codec;
+typedef enum pycass_codec {
+  PYCASS_CODEC_RAW = 0,
+  PYCASS_CODEC_NEST = 1,
+  PYCASS_CODEC_CASS1 = 2,
+  PYCASS_CODEC_CASS2 = 3 /* near-lossless: tensors decode to the source's values rounded in groups */
+} pycass_codec;
 
 typedef struct pycass_tensor_info {
   const char *name; /* the Hugging Face name; lives as long as the file */
@@ -88,7 +93,7 @@ typedef struct pycass_tensor_info {
   uint64_t shape[2];
   uint64_t speculation_bytes;
   uint64_t verification_bytes;
-  uint32_t bf16_crc32c; /* of the tensor's BF16 values, row-major little-endian, as it was converted */
+  uint32_t bf16_crc32c; /* of the BF16 values that the tensor decodes to, row-major little-endian: the source's, but for cass2 */
 } pycass_tensor_info;
 
 PYCASS_API pycass_status pycass_file_open(const char *path, pycass_file **out);
@@ -100,7 +105,7 @@ PYCASS_API const float *pycass_file_rope_inv_freq(const pycass_file *file); /* [
 PYCASS_API const char *pycass_file_json(const pycass_file *file, size_t *len); /* UTF-8, not terminated */
 PYCASS_API size_t pycass_file_tensor_count(const pycass_file *file);
 PYCASS_API pycass_status pycass_file_tensor(const pycass_file *file, size_t index, pycass_tensor_info *out);
-/* Decodes the original bits of rows [row0, row1), row-major, n values in all. A vector is one row. */
+/* Decodes the original bits (of cass2 what is left of them) of rows [row0, row1), row-major, n values in all. A vector is one row. */
 PYCASS_API pycass_status pycass_file_tensor_bf16(const pycass_file *file, size_t index, uint64_t row0, uint64_t row1,
                                                  uint16_t *out, size_t n);
 /* A part's bytes as they lie in the file (docs/format.md: part types), or NULL; they live as long as the file. */
@@ -144,6 +149,35 @@ PYCASS_API pycass_status pycass_nest_encode_calibrated(const uint16_t *w, uint64
 /* The draft's values of a nest matrix as float32 [rows][cols]; the encoder's own parts as input. */
 PYCASS_API pycass_status pycass_nest_decode_draft(const uint8_t *a, const uint8_t *x, uint64_t rows, uint64_t cols,
                                                   float *out);
+
+/* cass1 and cass2 (docs/format.md, "Codecs cass1 and cass2"). */
+typedef struct pycass_cass_params {
+  float prune;            /* in [0, 1): the part of each row that the draft does without */
+  uint32_t mantissa_bits; /* 0..7: of a kept weight, that the draft reads */
+  uint32_t half;          /* 1: the draft takes the other bits for 1000.., 0: for zeros */
+  uint32_t pruned_raw;    /* cass1: 1 stores pruned weights as 16 bits, 0 codes their exponents */
+} pycass_cass_params;
+typedef struct pycass_cass_sizes {
+  size_t speculation_bound, verification_bound; /* the parts are at most this long, in bytes */
+} pycass_cass_sizes;
+/* What an encoder saw, summed over calls: [0] kept weights, [1] pruned ones. */
+typedef struct pycass_cass_stats {
+  uint64_t count[2][256];    /* weights of each exponent */
+  uint64_t exponent_bits[2]; /* taken by their exponents, escape bytes aside */
+} pycass_cass_stats;
+PYCASS_API pycass_status pycass_cass_bound(uint64_t rows, uint64_t cols, pycass_cass_sizes *out);
+/* w [rows][cols] row-major BF16; norms [cols], not negative, weigh the columns when weights are chosen for the draft (NULL:
+ * all alike). The parts are caller-owned, of the sizes above; *spec_size and *ver_size become their true ones. stats may be
+ * NULL. PYCASS_ERR_INVALID_ARGUMENT for parameters, norms or sizes out of range. */
+PYCASS_API pycass_status pycass_cass_encode(pycass_codec codec, const pycass_cass_params *params, const uint16_t *w,
+                                            uint64_t rows, uint64_t cols, const float *norms, uint8_t *spec,
+                                            size_t *spec_size, uint8_t *ver, size_t *ver_size, pycass_cass_stats *stats);
+/* What cass2 leaves of values, in place; encoding does that first. */
+PYCASS_API void pycass_cass2_round(uint16_t *w, uint64_t rows, uint64_t cols);
+/* BF16 words of a matrix [rows][cols]: the target's or, with ver = NULL, the draft's. Safe on any bytes:
+ * PYCASS_ERR_CORRUPT if their tables do not fit. */
+PYCASS_API pycass_status pycass_cass_decode(pycass_codec codec, const uint8_t *spec, size_t spec_size, const uint8_t *ver,
+                                            size_t ver_size, uint64_t rows, uint64_t cols, uint16_t *out);
 
 /* ---- models ------------------------------------------------------------------------------------- */
 

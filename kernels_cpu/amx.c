@@ -142,6 +142,10 @@ static void amx_tokens(float *y, size_t ldy, const Matrix *w, const Acts *acts, 
 
 static void amx_matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
                        uint32_t block1) {
+  if (matrix_is_cass(w)) { /* whose tiles come in turn only */
+    set_matmul(y, ldy, w, acts, m, block0, block1);
+    return;
+  }
   configure_tiles();
   for (uint32_t i = 0; i < m; i += AMX_BLOCKS * AMX_TOKENS)
     amx_tokens(y + i * ldy, ldy, w, acts, i,
@@ -151,6 +155,7 @@ static void amx_matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, 
 
 const Kernels kernels_amx = {.name = "amx",
                              .nest_decode_tile = set_nest_decode_tile,
+                             .cass_next_tile = set_cass_next_tile,
                              .matmul = amx_matmul,
                              .matmul_draft = set_matmul_draft,
                              SIMD_OPS_TABLE};

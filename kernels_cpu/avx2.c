@@ -358,13 +358,17 @@ static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_
   raw_words(padded[0], NEST_COLS, out);
 }
 
-static void product_tile(const Matrix *w, size_t t, Tile *out) {
+/* reader: at tile t, of a cass matrix. */
+static void product_tile(const Matrix *w, size_t t, CassReader *reader, Tile *out) {
   if (w->codec == PYCASS_CODEC_NEST) {
     nest_product_tile(w, t, out);
     return;
   }
   no_units(out->unit);
-  set_raw_decode_tile(w, t, out->words);
+  if (matrix_is_cass(w))
+    cass_next_tile(reader, out->words);
+  else
+    set_raw_decode_tile(w, t, out->words);
 }
 
 /* ---- target product --------------------------------------------------------------------------------- */
@@ -497,11 +501,14 @@ static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, con
   memset(sums, 0, m * sizeof *sums);
   for (uint32_t i = 0; w->n_hot && i < m; i++)
     multiply_hot(sums[i], w, block, hot + panel_at(i, 1, 0));
+  CassReader reader;
+  if (matrix_is_cass(w))
+    cass_reader_init(&reader, w, (uint32_t)block);
   for (size_t g = 0; g < w->n_group; g += SPAN) {
     _Alignas(64) Tile tile[SPAN];
     size_t n = min_size(SPAN, w->n_group - g);
     for (size_t i = 0; i < n; i++)
-      product_tile(w, block * w->n_group + g + i, &tile[i]);
+      product_tile(w, block * w->n_group + g + i, &reader, &tile[i]);
     for (uint32_t i = 0; i < m; i += MATMUL_CHUNK)
       tiles_chunk(sums + i, tile, n, panels + panel_at(i, w->n_group, g), min_size(MATMUL_CHUNK, m - i));
   }
@@ -635,6 +642,7 @@ static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *
 
 const Kernels kernels_avx2 = {.name = "avx2",
                               .nest_decode_tile = set_nest_decode_tile,
+                              .cass_next_tile = cass_next_tile,
                               .matmul = set_matmul,
                               .matmul_draft = set_matmul_draft,
                               SIMD_OPS_TABLE};

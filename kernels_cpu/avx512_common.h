@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-#include "codec.h"
+#include "codec_cass.h"
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNLIKELY(x) __builtin_expect(!!(x), 0)
@@ -338,13 +338,19 @@ static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_
   }
 }
 
-static void product_tile(const Matrix *w, size_t t, TileWords out, __m512 unit[2]) {
+#include "avx512_cass.h"
+
+/* reader: at tile t, of a cass matrix. */
+static void product_tile(const Matrix *w, size_t t, CassReader *reader, TileWords out, __m512 unit[2]) {
   if (w->codec == PYCASS_CODEC_NEST) {
     nest_product_tile(w, t, out, unit);
     return;
   }
   unit[0] = unit[1] = _mm512_set1_ps(1);
-  set_raw_decode_tile(w, t, out);
+  if (matrix_is_cass(w))
+    set_cass_next_tile(reader, out);
+  else
+    set_raw_decode_tile(w, t, out);
 }
 
 /* ---- target product --------------------------------------------------------------------------------- */
@@ -498,11 +504,14 @@ static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, con
     sums[i] = _mm512_setzero_ps();
   for (uint32_t i = 0; w->n_hot && i < m; i++)
     multiply_hot(sums + 2 * i, w, block, hot + panel_at(i, 1, 0), 1);
+  CassReader reader;
+  if (matrix_is_cass(w))
+    cass_reader_init(&reader, w, (uint32_t)block);
   for (size_t g = 0; g < w->n_group; g += SPAN) {
     _Alignas(64) Tile tile[SPAN];
     size_t n = min_size(SPAN, w->n_group - g);
     for (size_t i = 0; i < n; i++)
-      product_tile(w, block * w->n_group + g + i, tile[i].words, tile[i].unit);
+      product_tile(w, block * w->n_group + g + i, &reader, tile[i].words, tile[i].unit);
     for (uint32_t i = 0; i < m; i += TILE_TOKENS)
       tiles_panel(sums + 2 * i, tile, n, panels + panel_at(i, w->n_group, g), m - i < TILE_TOKENS ? m - i : TILE_TOKENS);
   }

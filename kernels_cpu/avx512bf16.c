@@ -5,6 +5,7 @@
 
 const Kernels kernels_avx512bf16 = {.name = "avx512bf16",
                                 .nest_decode_tile = set_nest_decode_tile,
+                                .cass_next_tile = set_cass_next_tile,
                                 .matmul = set_matmul,
                                 .matmul_draft = set_matmul_draft,
                                 SIMD_OPS_TABLE};

@@ -2,10 +2,14 @@
 #include "ops.h"
 #include "sets.h"
 
-/* A tile as the product takes it, and what its rows' sums are multiplied by. */
-static void decode_tile(const Matrix *w, size_t t, TileWords out, float unit[NEST_ROWS]) {
+/* A tile as the product takes it, and what its rows' sums are multiplied by. reader: at tile t, of a cass matrix. */
+static void decode_tile(const Matrix *w, size_t t, CassReader *reader, TileWords out, float unit[NEST_ROWS]) {
   for (int r = 0; r < NEST_ROWS; r++)
     unit[r] = 1;
+  if (matrix_is_cass(w)) {
+    cass_next_tile(reader, out);
+    return;
+  }
   if (w->codec == PYCASS_CODEC_RAW) {
     raw_decode_tile(w, t, out);
     return;
@@ -44,13 +48,16 @@ static void matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint
     for (uint32_t i0 = 0; i0 < m; i0 += TOKENS) {
       uint32_t count = m - i0 < TOKENS ? m - i0 : TOKENS;
       float s[TOKENS][NEST_ROWS][2] = {{{0}}};
+      CassReader reader;
+      if (matrix_is_cass(w))
+        cass_reader_init(&reader, w, block);
       for (uint32_t i = 0; i < count; i++)
         for (uint32_t r = 0; r < NEST_ROWS; r++)
           multiply_hot(s[i][r], w, block, r, acts, i0 + i);
       for (uint32_t g = 0; g < w->n_group; g++) {
         TileWords tile;
         float unit[NEST_ROWS];
-        decode_tile(w, (size_t)block * w->n_group + g, tile, unit);
+        decode_tile(w, (size_t)block * w->n_group + g, &reader, tile, unit);
         for (uint32_t i = 0; i < count; i++)
           for (uint32_t r = 0; r < NEST_ROWS; r++) {
             float a[2] = {0, 0};
@@ -95,4 +102,5 @@ static void matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *acts
 }
 
 const Kernels kernels_scalar = {
-    .name = "scalar", .nest_decode_tile = nest_decode_tile, .matmul = matmul, .matmul_draft = matmul_draft, OPS_TABLE};
+    .name = "scalar", .nest_decode_tile = nest_decode_tile, .cass_next_tile = cass_next_tile, .matmul = matmul,
+    .matmul_draft = matmul_draft, OPS_TABLE};

@@ -253,8 +253,8 @@ def chat(model, **o):
 @app.command()
 @click.argument("src")
 @option("-o", "--out", required=True, type=click.Path(dir_okay=False), envvar=None, help="The .cass file to write.")
-@option("--codec", type=click.Choice(["nest", "raw"]), default="nest", show_default=True,
-        help="nest: speculative and smaller; raw: plain BF16.")
+@option("--codec", type=click.Choice(["nest", "raw", "cass1", "cass2"]), default="nest", show_default=True,
+        help="nest: speculative and smaller; raw: plain BF16; cass1, cass2: pruned and truncated drafts, cass2 near-lossless.")
 @option("--calibrate", default=None, metavar="FILE", envvar=None,
         help="Text that tells which input channels are large: a UTF-8 file, or `builtin`. Default: what a .cass file keeps of "
              "an earlier one, else builtin.")
@@ -264,6 +264,13 @@ def chat(model, **o):
         help="Input channels of a matrix that the draft has exactly.")
 @option("--bias/--no-bias", default=True, show_default=True, help="A draft bias: what the draft misses on average.")
 @option("--weighted/--no-weighted", default=True, show_default=True, help="Choose group exponents by the channels' activations.")
+@option("--prune", type=click.FloatRange(0, 1, max_open=True), default=0.4, show_default=True, metavar="P",
+        help="cass1, cass2: the part of each row that the draft does without.")
+@option("--mantissa-bits", type=click.IntRange(0, 7), default=3, show_default=True, metavar="N",
+        help="cass1, cass2: mantissa bits that the draft reads.")
+@option("--half/--no-half", default=True, show_default=True, help="cass1, cass2: the draft takes the other bits for a half.")
+@option("--pruned", type=click.Choice(["coded", "raw"]), default="coded", show_default=True,
+        help="cass1: exponents of pruned weights coded, or all their 16 bits as they are.")
 @option("--settings", default=None, type=click.Path(exists=True, dir_okay=False), metavar="FILE", envvar=None,
         help="Encode as `pycass tune` found best. What the command line says goes before.")
 @options.log
@@ -280,7 +287,8 @@ def convert(src, out, **o):
     console = console_of(o)
     with console.progress("converting") as progress:
         report = do(src, out, codec=o["codec"], progress=progress, calibrate=how, samples=o["calibrate_samples"],
-                    hot=int(o["hot"]), bias=o["bias"], weighted=o["weighted"])
+                    hot=int(o["hot"]), bias=o["bias"], weighted=o["weighted"], prune=o["prune"],
+                    mantissa_bits=o["mantissa_bits"], half=o["half"], pruned=o["pruned"])
     console.note(inspect_file.report_text(report, out))
 
 

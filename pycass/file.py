@@ -10,7 +10,12 @@ import numpy as np
 from pycass._pycass import ffi, lib
 from pycass.errors import FormatError, InvalidArgument, check
 
-_CODECS = {lib.PYCASS_CODEC_RAW: "raw", lib.PYCASS_CODEC_NEST: "nest"}
+_CODECS = {
+    lib.PYCASS_CODEC_RAW: "raw",
+    lib.PYCASS_CODEC_NEST: "nest",
+    lib.PYCASS_CODEC_CASS1: "cass1",
+    lib.PYCASS_CODEC_CASS2: "cass2",
+}
 _FAMILIES = {1: "llama", 2: "qwen2", 3: "qwen3"}
 
 

@@ -56,6 +56,9 @@ def cache_dir():
     return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pycass"
 
 
+RECIPE = "calibrated"  # what conversion makes by default: files of another recipe are made again
+
+
 def _expanded(path):
     """A path with ~ and ~user replaced."""
     try:
@@ -139,7 +142,7 @@ def _source_key(path):
 def _cache_path(name, key):
     from .convert.writer import VERSION  # of the format: builds that read another one keep their own files
 
-    digest = hashlib.sha256(f"{VERSION} {key}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{VERSION} {RECIPE} {key}".encode()).hexdigest()[:12]
     stem = re.sub(r"[^\w.+-]+", "_", name.removesuffix(".gguf")) or "model"
     return cache_dir() / f"{stem}-{digest}.cass"
 

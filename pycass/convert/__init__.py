@@ -17,13 +17,15 @@ from ..errors import ConversionError, PycassError
 from . import arch, writer
 from . import calibration as calibrate_
 from .cass import open_cass
+from .cass_parts import CODECS as CASS
+from .cass_parts import CassOptions, round_cass2
 from .gguf import open_gguf
 from .hf import open_hf
 from .source import require_regular
 
-__all__ = ["Report", "convert", "open_source", "verify_against"]
+__all__ = ["Report", "Rounding", "convert", "open_source", "verify_against"]
 
-CODECS = ("nest", "raw")
+CODECS = ("nest", "raw", *CASS)
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Report:
     n_tensors: int
     n_ctx_train: int
     tied: bool
-    changed_values: int  # not exactly BF16 in the source (or after dequantisation) and rounded
+    changed_values: int  # not exactly BF16 in the source (or after dequantisation) and rounded; by cass2 too
     quantized: bool
     file_bytes: int
     speculation_bytes: int
@@ -175,17 +177,22 @@ def convert(
     hot=16,
     bias=True,
     weighted=True,
+    prune=0.4,
+    mantissa_bits=3,
+    half=True,
+    pruned="coded",
 ):
     """Converts a checkpoint into a .cass file.
 
     src: folder with config.json, safetensors and a tokenizer, or a GGUF or .cass file. out: path of the new file; an older
     file of that name is replaced only when the new one is whole, and nothing but a regular file ever is.
-    codec: "nest", or "raw" for BF16 as it is.
+    codec: "nest", "raw" for BF16 as it is, "cass1", or "cass2", which alone does not keep every bit.
     progress(done, total, what): bytes of BF16 weights, and the tensor; what it raises ends the conversion.
     threads: that read, encode and compute; default: the machine's, at most 8.
     calibrate: text that tells which input channels are large: "builtin", or a UTF-8 file (see calibration_text.samples);
     "auto": what the source keeps of an earlier one, else "builtin"; None: without. samples: how many of the text, at most.
-    hot, bias, weighted: what is made of it, see writer.NestOptions.
+    hot, bias, weighted: what nest makes of it, see writer.NestOptions. prune, mantissa_bits, half, pruned: see
+    cass_parts.CassOptions; cass codecs weigh columns by the calibration when they choose what the draft keeps.
     Returns a Report. Raises ConversionError; then, as on any interrupt, nothing is left behind.
     """
     if codec not in CODECS:
@@ -193,6 +200,9 @@ def convert(
     if hot not in (0, 16, 32, 48, 64):
         raise ConversionError(f"{hot} hot columns; 0, 16, 32, 48 and 64 are possible")
     options = writer.NestOptions(hot, bool(bias), bool(weighted))
+    if codec in CASS:
+        options = CassOptions(prune, mantissa_bits, bool(half), pruned)
+        options.check(codec)
     out = _target(Path(out))
     threads = threads or _default_threads()
     begin = time.monotonic()
@@ -206,8 +216,10 @@ def convert(
             plans, speculation = writer.make_plan(source.tensors, codec, calibration, options)
             _require_room(out, writer.minimum_bytes(plans, speculation))
             file = writer.PartialFile(out)
-            made = {"calibration": calibration.about, "nest": asdict(options)} if calibration else {}
-            report = _write(source, file, plans, speculation, made, progress, threads)
+            made = {"calibration": calibration.about} if calibration else {}
+            if codec in CASS or (calibration and codec == "nest"):
+                made["cass" if codec in CASS else "nest"] = asdict(options)
+            report = _write(source, file, plans, speculation, made, progress, threads, codec)
             _read_back(file)
             _refuse_special(out)
             file.commit()
@@ -261,7 +273,7 @@ def _steps(progress, n, size):
     return [step(i) if progress else None for i in range(n)]
 
 
-def _write(source, file, plans, speculation, made, progress, threads):
+def _write(source, file, plans, speculation, made, progress, threads, codec):
     """Everything between opening and renaming the file; the source's digest is made beside it."""
     cfg, stopped = source.config, False
     with ThreadPoolExecutor(1) as beside:
@@ -275,8 +287,10 @@ def _write(source, file, plans, speculation, made, progress, threads):
         digest = digest.result()
     flags = (arch.FLAG_TIED if cfg.tied else 0) | (arch.FLAG_ROUNDED if tensors.changed or source.rounded else 0)
     flags |= arch.FLAG_QUANTIZED if source.quantized else 0
-    notes = _closing_notes(source, tensors.changed)
-    provenance = source.json.get("provenance") or _provenance(source, digest, tensors.changed)
+    speculation = tensors.speculation
+    notes = _closing_notes(source, tensors.changed, codec)
+    provenance = source.json.get("provenance") or _provenance(source, digest, 0)
+    provenance = provenance | {"changed_values": provenance.get("changed_values", 0) + tensors.changed}
     blob = source.json | {"rope": cfg.rope, "provenance": provenance} | made
     size = writer.finish(file, tensors, speculation, cfg, flags, blob)
     return Report(
@@ -301,8 +315,11 @@ def _write(source, file, plans, speculation, made, progress, threads):
     )
 
 
-def _closing_notes(source, changed):
+def _closing_notes(source, changed, codec):
     notes = source.notes
+    if codec == "cass2":
+        notes.append(f"cass2 is near-lossless: {changed} values are not exactly the source's, and what is left is the model")
+        return notes
     if source.format == "cass":
         return notes
     if source.quantized:
@@ -315,8 +332,46 @@ def _closing_notes(source, changed):
 # ---- verification ----------------------------------------------------------------------------------------------
 
 
-def verify_against(cass_path, src):
-    """Differences between a .cass file and a source, as sentences; an empty list when every bit is the same.
+@dataclass
+class Rounding:
+    """What cass2 changed, summed over tensors. Relative errors are those of values that are not zero."""
+
+    values: int = 0
+    changed: int = 0
+    largest: float = 0.0
+    total: float = 0.0  # of absolute errors
+    largest_relative: float = 0.0
+    total_relative: float = 0.0
+    nonzero: int = 0
+    square_error: float = 0.0
+    square: float = 0.0
+
+    def add(self, source, stored):
+        """BF16 bits of the source, and what is left of them."""
+        a, b = ((x.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for x in (source, stored))
+        error, size = np.abs(a - b), np.abs(a)
+        relative = error[size > 0] / size[size > 0]
+        self.values += a.size
+        self.changed += int((source != stored).sum())
+        self.largest, self.total = max(self.largest, float(error.max())), self.total + float(error.sum())
+        self.largest_relative = max(self.largest_relative, float(relative.max(initial=0)))
+        self.total_relative, self.nonzero = self.total_relative + float(relative.sum()), self.nonzero + relative.size
+        self.square_error += float((error**2).sum())
+        self.square += float((size**2).sum())
+
+    def sentence(self):
+        """For people."""
+        norm = (self.square_error / self.square) ** 0.5 if self.square else 0.0
+        return (
+            f"near-lossless: {self.changed} of {self.values} values differ from the source; absolute error at most "
+            f"{self.largest:.3g}, {self.total / self.values:.3g} on average; relative at most {self.largest_relative:.3g}, "
+            f"{self.total_relative / max(self.nonzero, 1):.3g} on average, {norm:.3g} of the norm"
+        )
+
+
+def verify_against(cass_path, src, rounding=None):
+    """Differences between a .cass file and a source, as sentences; an empty list when every bit is the same. Tensors of cass2
+    must be the source's as cass2 rounds it; what that changed is added to `rounding`, a Rounding.
 
     Reads the source as convert() does and compares tensors, BF16 bits and hyperparameters. Raises ConversionError
     for a source that cannot be read, and the errors of CassFile for the file.
@@ -329,7 +384,7 @@ def verify_against(cass_path, src):
         differences += [f"{name}: only in the .cass file" for name in cass.tensors if name not in source.tensors]
         for name, ref in source.tensors.items():
             if name in cass.tensors:
-                differences += _tensor_differences(name, ref, cass)
+                differences += _tensor_differences(name, ref, cass, rounding or Rounding())
     return differences
 
 
@@ -348,13 +403,18 @@ def _config_differences(stored, cfg):
     return out
 
 
-def _tensor_differences(name, ref, cass):
+def _tensor_differences(name, ref, cass, rounding):
     stored = cass.bf16(name)
     if tuple(stored.shape) != ref.shape:
         return [f"{name}: shape {list(stored.shape)} in the .cass file, {list(ref.shape)} in the source"]
     stored, wrong, first = stored.reshape(ref.rows, ref.cols), 0, None
     for r0, r1 in ref.chunks():
-        unequal = ref.read(r0, r1)[0] != stored[r0:r1]
+        wanted = ref.read(r0, r1)[0]
+        if cass.tensors[name].codec == "cass2":
+            source, wanted = wanted, np.ascontiguousarray(wanted).copy()
+            round_cass2(wanted)
+            rounding.add(source, stored[r0:r1])
+        unequal = wanted != stored[r0:r1]
         if unequal.any():
             first = first or tuple(int(i) for i in np.argwhere(unequal)[0] + (r0, 0))
             wrong += int(unequal.sum())

@@ -46,7 +46,7 @@ def open_cass(path):
             rope=file.json.get("rope") or {},
             tied=c.tied_embedding,
         )
-        json = {k: v for k, v in file.json.items() if k not in ("calibration", "nest")}
+        json = {k: v for k, v in file.json.items() if k not in ("calibration", "nest", "cass")}
         source = CassSource(str(path), "cass", cfg, json=json, quantized=c.quantized, rounded=c.rounded, cass=file)
         source.calibration = calibration.of_file(file)
         source.files = [RawFile(path)]

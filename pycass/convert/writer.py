@@ -15,7 +15,7 @@ import numpy as np
 
 from .._pycass import ffi, lib
 from ..errors import ConversionError
-from . import arch
+from . import arch, cass_parts
 from .calibration import PART_MEAN, PART_RMS
 
 try:
@@ -63,6 +63,9 @@ class Plan:
     calibration: object = None  # the pycass_nest_calibration, if any
     hot: object = ()  # uint32, the hot columns
     keep: dict = field(default_factory=dict)  # {part type: bytes}: statistics that go into the file
+    cass: object = None  # cass_parts.CassOptions
+    norms: object = None  # float32 [cols], of the columns' activations
+    open: tuple = ()  # the cass_parts.Part that are being written
 
 
 def nest_parts(rows, cols):
@@ -74,7 +77,9 @@ def nest_parts(rows, cols):
 def make_plan(tensors, codec, calibration=None, options=None):
     """([Plan], size of SPECULATION). Verification offsets follow as the side parts' sizes become known.
 
-    calibration: a calibration.Calibration, or None; options: NestOptions.
+    Neither do the parts of cass codecs have a place yet: SPECULATION's size is then that of the others, which come first.
+
+    calibration: a calibration.Calibration, or None; options: NestOptions or CassOptions, those of the codec.
     """
     plans, at = [], 0
     for ref in tensors.values():
@@ -84,6 +89,12 @@ def make_plan(tensors, codec, calibration=None, options=None):
             at += a + x
             if calibration and ref.name in calibration.channels:
                 at = _plan_calibration(plan, at, calibration, options or NestOptions())
+            plans.append(plan)
+        elif codec in cass_parts.CODECS and len(ref.shape) == 2:
+            plan = Plan(ref, cass_parts.CODECS[codec], {}, cass=options or cass_parts.CassOptions())
+            if calibration and ref.name in calibration.channels:
+                plan.norms = np.ascontiguousarray(calibration.channels[ref.name].rms, np.float32)
+                _plan_keep(plan, calibration)
             plans.append(plan)
         else:
             size = ref.rows * ref.cols * 2
@@ -104,8 +115,7 @@ def _plan_calibration(plan, at, calibration, options):
         if size:
             plan.parts[kind] = [1, at, size]
             at = _align(at + size)
-    if calibration.keeper(plan.ref.name):
-        plan.keep = {PART_RMS: stats.rms.astype("<f4").tobytes(), PART_MEAN: stats.mean.astype("<f4").tobytes()}
+    _plan_keep(plan, calibration)
     c = ffi.new("pycass_nest_calibration *")
     alive = (  # what c points to
         ffi.from_buffer("uint32_t[]", plan.hot),
@@ -119,9 +129,16 @@ def _plan_calibration(plan, at, calibration, options):
     return at
 
 
+def _plan_keep(plan, calibration):
+    if calibration.keeper(plan.ref.name):
+        stats = calibration.channels[plan.ref.name]
+        plan.keep = {PART_RMS: stats.rms.astype("<f4").tobytes(), PART_MEAN: stats.mean.astype("<f4").tobytes()}
+
+
 def minimum_bytes(plans, speculation):
-    """Bytes that the file has at least: all but the side parts and the metadata."""
-    return HEADER + speculation + sum(768 * p.tiles for p in plans)
+    """Bytes that the file has at least: all but the side parts and the metadata. Cass weights have 10 bits or more."""
+    cass = sum(p.ref.rows * p.ref.cols * 10 // 8 for p in plans if p.cass)
+    return HEADER + speculation + cass + sum(768 * p.tiles for p in plans)
 
 
 def encode_nest(bits, calibration=None):
@@ -189,6 +206,16 @@ class PartialFile:
     def read(self, offset, size):
         return os.pread(self.fd, size, offset)
 
+    def move_end(self, source, to, size):
+        """Moves the bytes at the end of the file forward, to `to` <= source."""
+        for at in range(0, size, 16 << 20):
+            self.write(to + at, self.read(source + at, min(16 << 20, size - at)))
+        try:
+            os.ftruncate(self.fd, to + size)
+        except OSError as e:
+            raise self._failure(e) from e
+        self.size = to + size
+
     def _failure(self, e):
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return ConversionError(f"{self.out}: no room: {e.strerror} after {self.size} bytes; nothing was kept")
@@ -254,9 +281,11 @@ class TensorWriter:
 
     def __init__(self, file, plans, speculation, progress, threads):
         self.file, self.plans, self.progress = file, plans, progress
-        self.verification_at = _align(HEADER + speculation, 4096)
+        self.speculation = speculation  # bytes so far
+        room = sum(_align(cass_parts.bounds(p.ref.rows, p.ref.cols)[0]) for p in plans if p.cass)
+        self.verification_at = _align(HEADER + speculation + room, 4096)
         self.verification = 0  # bytes so far
-        self.changed, self.done = 0, 0
+        self.changed, self.done = 0, 0  # values that are not the source's, bytes
         self.total = sum(2 * p.ref.rows * p.ref.cols for p in plans)
         self.threads = threads
 
@@ -273,10 +302,23 @@ class TensorWriter:
                 self._finish(*queue.popleft())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+        self._close_gap()
+
+    def _close_gap(self):
+        """Verification data lie behind the most that speculation data may have."""
+        to = _align(HEADER + self.speculation, 4096)
+        if to < self.verification_at:
+            self.file.move_end(self.verification_at, to, self.verification)
+        self.verification_at = to
 
     @staticmethod
     def _encode(plan, chunk):
         bits, changed = plan.ref.read(*chunk)
+        if plan.cass:
+            if plan.codec == cass_parts.CASS2:
+                bits = np.ascontiguousarray(bits)
+                changed += cass_parts.round_cass2(bits)
+            return bits, changed, cass_parts.encode(bits, plan.codec, plan.cass, plan.norms)
         calibration = plan.calibration[0] if plan.calibration else None
         return bits, changed, encode_nest(bits, calibration) if plan.codec == NEST else None
 
@@ -286,6 +328,8 @@ class TensorWriter:
         plan.bf16_crc = crc32c(bits, plan.bf16_crc)
         if parts is None:
             self.file.write(HEADER + plan.parts[PART_RAW][1] + chunk[0] * plan.ref.cols * 2, bits)
+        elif plan.cass:
+            self._write_cass(plan, chunk, parts)
         else:
             self._write_nest(plan, chunk, parts)
         self.done += bits.nbytes
@@ -318,12 +362,33 @@ class TensorWriter:
     def _place_verification(self, plan):
         """Gives B and side their offsets behind everything written so far, and writes what is to be kept in front."""
         b = nest_parts(plan.ref.rows, plan.ref.cols)[3]
+        at = self._write_keep(plan)
+        plan.parts |= {PART_B: [2, at, b], PART_SIDE: [2, at + b, 0]}
+
+    def _write_keep(self, plan):
+        """Returns where VERIFICATION goes on."""
         at = self.verification
         for kind, data in plan.keep.items():
             plan.parts[kind] = [2, at, len(data)]
             self.file.write(self.verification_at + at, data)
             at = _align(at + len(data))
-        plan.parts |= {PART_B: [2, at, b], PART_SIDE: [2, at + b, 0]}
+        return at
+
+    def _write_cass(self, plan, chunk, parts):
+        if chunk[0] == 0:
+            n_block = -(-plan.ref.rows // 16)
+            begins = (HEADER + self.speculation, self.verification_at + self._write_keep(plan))
+            heads = (cass_parts.HEADER, 0)
+            plan.open = [cass_parts.Part(self.file.write, at, head, n_block) for at, head in zip(begins, heads)]
+        for part, data in zip(plan.open, parts):
+            part.add(data, chunk[1] - chunk[0])
+        if chunk[1] == plan.ref.rows:
+            spec, ver = plan.open
+            plan.open = ()
+            plan.parts[cass_parts.PART_SPEC] = [1, spec.at - HEADER, spec.size]
+            plan.parts[cass_parts.PART_VER] = [2, ver.at - self.verification_at, ver.size]
+            self.speculation += spec.size
+            self.verification = ver.at - self.verification_at + ver.size
 
     def _end_side(self, plan):
         used = 4 * (plan.tiles + 1) + plan.side_bytes

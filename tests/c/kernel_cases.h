@@ -41,6 +41,8 @@ typedef struct Case {
   uint32_t *hot;
   uint16_t *hot_words;
   float *bias;
+  uint8_t *spec, *ver;
+  size_t spec_size, ver_size;
 } Case;
 
 static inline void *copy_exact(const void *p, size_t n) {
@@ -98,7 +100,21 @@ static inline Case case_make_hot(int kind, uint32_t rows, uint32_t cols, uint32_
   return t;
 }
 
+static inline Case case_make_cass(pycass_codec codec, const pycass_cass_params *params, int kind, uint32_t rows, uint32_t cols) {
+  Case t = case_make(PYCASS_CODEC_RAW, kind, rows, cols);
+  pycass_cass_sizes n;
+  CHECK(pycass_cass_bound(rows, cols, &n) == PYCASS_OK, "bound");
+  uint8_t *spec = malloc(n.speculation_bound), *ver = malloc(n.verification_bound);
+  CHECK(pycass_cass_encode(codec, params, t.bits, rows, cols, NULL, spec, &t.spec_size, ver, &t.ver_size, NULL) == PYCASS_OK,
+        "%s", pycass_error_detail());
+  t.spec = copy_exact(spec, t.spec_size), t.ver = copy_exact(ver, t.ver_size);
+  free(spec), free(ver);
+  t.w.codec = codec, t.w.raw = NULL, t.w.spec = t.spec, t.w.ver = t.ver;
+  return t;
+}
+
 static inline void case_free(Case *t) {
+  free(t->spec), free(t->ver);
   free(t->bits), free(t->a), free(t->x), free(t->b), free(t->side), free(t->hot), free(t->hot_words), free(t->bias);
 }
 

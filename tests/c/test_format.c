@@ -300,9 +300,9 @@ static void test_directory_fields(void) {
   static const Field f[] = {
       {"tensors", 0, 4, 0, BAD}, {"tensors", 0, 4, 2, BAD}, {"tensors", 0, 4, 4, BAD}, {"tensors", 0, 4, UINT32_MAX, BAD},
       {"reserved", 4, 4, 1, BAD}, {"name length", NEST, 2, 0, BAD}, {"name length", NEST, 2, 256, BAD},
-      {"name length", NEST, 2, 65535, BAD}, {"name length", NEST, 2, 5, BAD}, {"codec", NEST + 2, 1, 2, UNKNOWN},
+      {"name length", NEST, 2, 65535, BAD}, {"name length", NEST, 2, 5, BAD}, {"codec", NEST + 2, 1, 2, BAD}, {"codec", NEST + 2, 1, 3, BAD}, {"codec", NEST + 2, 1, 4, UNKNOWN},
       {"codec", NEST + 2, 1, 255, UNKNOWN}, {"codec", NEST + 2, 1, 0, BAD}, {"codec", RAW + 2, 1, 1, BAD},
-      {"codec of a vector", VECTOR + 2, 1, 1, BAD}, {"dimensions", NEST + 3, 1, 0, BAD}, {"dimensions", NEST + 3, 1, 1, BAD},
+      {"codec of a vector", VECTOR + 2, 1, 1, BAD}, {"codec of a vector", VECTOR + 2, 1, 2, BAD}, {"dimensions", NEST + 3, 1, 0, BAD}, {"dimensions", NEST + 3, 1, 1, BAD},
       {"dimensions", NEST + 3, 1, 3, BAD}, {"dimensions", VECTOR + 3, 1, 2, BAD}, {"parts", NEST + 4, 1, 0, BAD},
       {"parts", NEST + 4, 1, 3, BAD}, {"parts", NEST + 4, 1, 5, BAD}, {"parts", NEST + 4, 1, 17, BAD},
       {"parts", RAW + 4, 1, 16, BAD}, {"reserved", NEST + 5, 1, 1, BAD}, {"reserved", NEST + 7, 1, 1, BAD},

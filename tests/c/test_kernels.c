@@ -140,6 +140,50 @@ static void test_damaged_headers(void) {
   }
 }
 
+/* ---- cass tiles ------------------------------------------------------------------------------------ */
+
+static void check_cass_tiles(const Matrix *w, const char *what) {
+  for (uint32_t block = 0; block < w->n_block; block++)
+    for (int s = 0; s < n_sets; s++) {
+      CassReader want, got;
+      cass_reader_init(&want, w, block), cass_reader_init(&got, w, block);
+      for (uint32_t g = 0; g < w->n_group; g++) {
+        TileWords a, b;
+        scalar->cass_next_tile(&want, a), sets[s]->cass_next_tile(&got, b);
+        CHECK(memcmp(a, b, sizeof a) == 0, "%s, %s: codec %d, block %u, tile %u, b = %u, flags %u, draft %d", sets[s]->name, what,
+              (int)w->codec, block, g, w->spec[0], w->spec[1], !w->ver);
+      }
+    }
+}
+
+static void check_cass(const Matrix *w, const char *what) {
+  Matrix draft = cass_draft_view(w);
+  check_cass_tiles(w, what), check_cass_tiles(&draft, what);
+}
+
+/* Noise, zeros, ones or single bits in the segments, and other numbers of exponent blocks. */
+static void damage_part(uint8_t *part, size_t size, size_t table, uint32_t n_block) {
+  int how = (int)random_below(5);
+  for (size_t i = round_up(table + (n_block + 1) * CASS_ENTRY, CASS_ALIGN); i < size; i++)
+    part[i] = how == 0 ? (uint8_t)random_u32() : how == 1 ? 0 : how == 2 ? 0xff : random_below(60) ? part[i] : (uint8_t)random_u32();
+  for (uint32_t b = 0; how == 4 && b < n_block; b++)
+    put_u32(part + table + b * CASS_ENTRY + 4, random_below(5));
+}
+
+static void test_cass(void) {
+  for (int i = 0; i < 400; i++) {
+    pycass_codec codec = i % 2 ? PYCASS_CODEC_CASS1 : PYCASS_CODEC_CASS2;
+    pycass_cass_params params = {(float)random_below(100) / 101, random_below(8), random_below(2), 0};
+    params.pruned_raw = i % 2 && random_below(4) == 0;
+    int kind = (int)random_below(N_KIND);
+    Case t = case_make_cass(codec, &params, kind, 1 + random_below(50), 1 + random_below(400));
+    check_cass(&t.w, kind_name[kind]);
+    damage_part(t.spec, t.spec_size, CASS_HEADER, t.w.n_block), damage_part(t.ver, t.ver_size, 0, t.w.n_block);
+    check_cass(&t.w, "damaged");
+    case_free(&t);
+  }
+}
+
 /* ---- products -------------------------------------------------------------------------------------- */
 
 static void check_matmul(const Case *t, const char *what, uint32_t m, bool draft) {
@@ -176,7 +220,12 @@ static void test_matmul(void) {
       Case hot = case_make_hot(kind, rows, cols, 16 * (m % 5));
       check_matmul(&hot, kind_name[kind], tokens, false);
       check_matmul(&hot, kind_name[kind], tokens, true);
-      case_free(&nest), case_free(&raw), case_free(&hot);
+      pycass_cass_params params = {0.4f, 3, 1, 0};
+      Case cass = case_make_cass(m % 2 ? PYCASS_CODEC_CASS1 : PYCASS_CODEC_CASS2, &params, kind, rows, cols);
+      check_matmul(&cass, kind_name[kind], tokens, false);
+      cass.w = cass_draft_view(&cass.w);
+      check_matmul(&cass, "cass draft", tokens, false);
+      case_free(&nest), case_free(&raw), case_free(&hot), case_free(&cass);
     }
   /* rows long enough for the draft to take them in pieces */
   Case wide = case_make(PYCASS_CODEC_NEST, GAUSS, 17, 64 * 700 + 5);
@@ -297,6 +346,7 @@ int main(void) {
   test_decode();
   test_damaged_planes();
   test_damaged_headers();
+  test_cass();
   test_matmul();
   for (int s = 0; s < n_sets; s++)
     test_ops(sets[s]);

@@ -77,22 +77,51 @@ static void put_nest_parts(CassBuilder *b, uint32_t rows, uint32_t cols, const u
   free(all), free(hot_words), free(mean), free(bias);
 }
 
+static void put_cass_parts(CassBuilder *b, pycass_codec codec, uint32_t rows, uint32_t cols, const uint16_t *w) {
+  pycass_cass_params params = {.prune = 0.4f, .mantissa_bits = 3, .half = 1};
+  pycass_cass_sizes n;
+  size_t spec_size, ver_size;
+  CHECK(pycass_cass_bound(rows, cols, &n) == PYCASS_OK, "%s", pycass_error_detail());
+  uint8_t *spec = malloc(n.speculation_bound), *ver = malloc(n.verification_bound);
+  CHECK(spec && ver, "no memory");
+  CHECK(pycass_cass_encode(codec, &params, w, rows, cols, NULL, spec, &spec_size, ver, &ver_size, NULL) == PYCASS_OK, "%s",
+        pycass_error_detail());
+  put_part(b, PART_CASS_SPEC, SECTION_SPECULATION, spec, spec_size);
+  put_part(b, PART_CASS_VER, SECTION_VERIFICATION, ver, ver_size);
+  free(spec), free(ver);
+}
+
+/* The checksum of what the tensor decodes to. */
+static uint32_t crc_of(pycass_codec codec, uint32_t rows, uint32_t cols, const uint16_t *w) {
+  size_t n = sizeof *w * rows * (cols ? cols : 1);
+  uint16_t *copy = malloc(n);
+  CHECK(copy, "no memory");
+  memcpy(copy, w, n);
+  if (codec == PYCASS_CODEC_CASS2)
+    pycass_cass2_round(copy, rows, cols);
+  uint32_t crc = pycass_crc32c(0, copy, n);
+  free(copy);
+  return crc;
+}
+
 void cass_tensor(CassBuilder *b, const char *name, pycass_codec codec, uint32_t rows, uint32_t cols,
                  const uint16_t *w) {
   Bytes *d = &b->section[SECTION_DIRECTORY];
   if (!d->n)
     bytes_put(d, NULL, 8);
   size_t n_name = strlen(name), values = (size_t)rows * (cols ? cols : 1);
-  uint8_t head[8] = {(uint8_t)n_name, (uint8_t)(n_name >> 8), (uint8_t)codec, cols ? 2 : 1,
-                     codec == PYCASS_CODEC_RAW ? 1 : (uint8_t)(4 + b->calibrated + 2 * (builder_hot(b, cols) > 0))};
+  const uint8_t n_parts[] = {1, (uint8_t)(4 + b->calibrated + 2 * (builder_hot(b, cols) > 0)), 2, 2};
+  uint8_t head[8] = {(uint8_t)n_name, (uint8_t)(n_name >> 8), (uint8_t)codec, cols ? 2 : 1, n_parts[codec]};
   bytes_put(d, head, 8);
   put8(d, rows), put8(d, cols);
-  put4(d, pycass_crc32c(0, w, values * 2)), put4(d, 0);
+  put4(d, crc_of(codec, rows, cols, w)), put4(d, 0);
   bytes_put(d, name, n_name);
   if (codec == PYCASS_CODEC_RAW)
     put_part(b, PART_RAW, SECTION_SPECULATION, w, values * 2);
-  else
+  else if (codec == PYCASS_CODEC_NEST)
     put_nest_parts(b, rows, cols, w);
+  else
+    put_cass_parts(b, codec, rows, cols, w);
   put_u32(d->p, ++b->n_tensor);
 }
 
@@ -135,7 +164,9 @@ uint8_t *cass_finish(CassBuilder *b, size_t *size) {
 /* ---- models ---------------------------------------------------------------------------------------- */
 
 TinyModel tiny_model(int kind) {
-  TinyModel m = {.codec = kind == TINY_RAW ? PYCASS_CODEC_RAW : PYCASS_CODEC_NEST, .seed = 7 + (uint32_t)kind};
+  static const pycass_codec codec[N_TINY] = {PYCASS_CODEC_NEST, PYCASS_CODEC_NEST,  PYCASS_CODEC_NEST, PYCASS_CODEC_NEST,
+                                             PYCASS_CODEC_RAW,  PYCASS_CODEC_CASS1, PYCASS_CODEC_CASS2};
+  TinyModel m = {.codec = codec[kind], .seed = 7 + (uint32_t)(kind < TINY_RAW ? kind : TINY_RAW)};
   m.config = (pycass_config){.family = kind > TINY_QWEN3 ? 1 : (uint32_t)kind + 1, .n_vocab = 75, .n_token = 70,
                              .n_ctx_train = 256, .n_embd = 40, .n_ff = 72, .n_layer = 2, .n_head = 6, .n_head_kv = 2,
                              .head_dim = 10, .rms_eps = 1e-5f, .rope_attention_factor = 1};

@@ -36,7 +36,7 @@ typedef struct TinyModel {
   uint16_t odd_weight;  /* nonzero: this BF16 value is strewn over the matrices */
   uint32_t seed;
 } TinyModel;
-enum { TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_HOT, TINY_RAW, N_TINY };
+enum { TINY_LLAMA, TINY_QWEN2, TINY_QWEN3, TINY_HOT, TINY_RAW, TINY_CASS1, TINY_CASS2, N_TINY };
 TinyModel tiny_model(int kind);
 uint8_t *tiny_file(const TinyModel *m, size_t *size);
 /* Writes it to a new temporary file; path [256]. */

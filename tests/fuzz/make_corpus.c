@@ -23,7 +23,7 @@ static TinyModel smallest(int kind) {
 }
 
 static void models(const char *dir) {
-  static const char *const name[] = {"llama", "qwen2", "qwen3", "hot", "raw"};
+  static const char *const name[] = {"llama", "qwen2", "qwen3", "hot", "raw", "cass1", "cass2"};
   for (int kind = 0; kind < N_TINY; kind++) {
     size_t size;
     TinyModel m = smallest(kind);
@@ -80,6 +80,8 @@ int main(int argc, char **argv) {
   one_tensor(argv[1], "matrix", PYCASS_CODEC_RAW, 3, 5);
   one_tensor(argv[1], "nest", PYCASS_CODEC_NEST, 3, 5);
   one_tensor(argv[1], "nest4", PYCASS_CODEC_NEST, 17, 65);
+  one_tensor(argv[1], "cass1", PYCASS_CODEC_CASS1, 17, 65);
+  one_tensor(argv[1], "cass2", PYCASS_CODEC_CASS2, 17, 65);
   states(argv[1]);
   return 0;
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MAGIC = b"\x89CASS\r\n\x1a"
+CODECS = ["raw", "nest", "cass1", "cass2"]
 NAMES = ["speculation", "verification", "config", "directory", "json"]
 MAGNITUDE = np.array([22, 31, 43, 61, 85, 119, 13, 4], np.float64)  # by cell, in units of 2^(G-127) / 70
 EXPONENT, BIT6 = np.array([16, 16, 17, 17, 18, 18, 15, 0]), np.array([0, 1, 0, 1, 0, 1, 0, 0])  # E, M6
@@ -106,7 +107,7 @@ class Reader:
         for _ in range(count):
             length, codec, dims, n_parts, r0, n0, n1, crc, r1 = struct.unpack_from("<HBBB3sQQII", s, at)
             assert r0 == bytes(3) and r1 == 0 and 1 <= length <= 255 and dims in (1, 2) and 1 <= n_parts <= 16
-            assert codec in (0, 1) and (n1 == 0) == (dims == 1)
+            assert codec in (0, 1, 2, 3) and (n1 == 0) == (dims == 1)
             name, at = s[at + 32 : at + 32 + length].decode("utf-8"), at + 32 + length
             parts = {}
             for _ in range(n_parts):
@@ -117,7 +118,7 @@ class Reader:
                 used[section].append((offset, offset + size))
                 parts[kind], at = body[offset : offset + size], at + 32
             assert name not in self.tensors
-            self.tensors[name] = Tensor(name, ["raw", "nest"][codec], (n0, n1)[:dims], crc, parts)
+            self.tensors[name] = Tensor(name, CODECS[codec], (n0, n1)[:dims], crc, parts)
         assert at == len(s)
         for spans in used.values():
             spans.sort()
@@ -129,6 +130,8 @@ class Reader:
         if t.codec == "raw":
             assert list(t.parts) == [1]
             out = np.frombuffer(t.parts[1], "<u2").reshape(t.shape)
+        elif t.codec != "nest":
+            out = Cass(t).bits()
         else:
             out = Nest(t).bits()
         if check:
@@ -136,8 +139,11 @@ class Reader:
         return out
 
     def draft(self, name):
-        """The draft's values of a nest tensor, float64 of its shape."""
-        return Nest(self.tensors[name]).draft()
+        """The draft's values of a coded tensor, float64 of its shape."""
+        t = self.tensors[name]
+        if t.codec == "nest":
+            return Nest(t).draft()
+        return (Cass(t).draft().astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 class Nest:
@@ -267,3 +273,144 @@ class Nest:
         values = self._matrix(MAGNITUDE[self.cell] * scale * np.where(self.sign == 1, -1, 1))[0]
         values[:, self.hot] = (self.hot_bits.astype(np.uint32) << 16).view(np.float32)
         return values
+
+
+class Segment:
+    """The bit streams of a row block, read in superblocks."""
+
+    BITMAP, EXPONENT, MANTISSA = range(3)
+
+    def __init__(self, data, bitmap_blocks, exponent_blocks):
+        assert len(data) % 64 == 0 and (not data or any(data[-64:])), "no more than one unit of zeros at the end"
+        self.data, self.at = data, 0
+        self.left = [bitmap_blocks, exponent_blocks, float("inf")]
+        self.value, self.size = [0, 0, 0], [0, 0, 0]  # of the queues, bits
+
+    def superblock(self):
+        for kind in range(3):
+            if self.size[kind] <= 1024 and self.left[kind]:
+                block = self.data[self.at : self.at + 128]
+                self.value[kind] |= int.from_bytes(block, "little") << self.size[kind]
+                self.size[kind] += 1024
+                self.left[kind] -= 1
+                self.at += 128
+
+    def take(self, kind, n):
+        assert n <= self.size[kind], "a superblock has what a tile row needs"
+        value = self.value[kind] & ((1 << n) - 1)
+        self.value[kind] >>= n
+        self.size[kind] -= n
+        return value
+
+    def rank(self):
+        zeros = 0
+        while zeros < 12 and not self.take(self.EXPONENT, 1):
+            zeros += 1
+        return zeros if zeros < 12 else 12 if self.take(self.EXPONENT, 1) else None
+
+    def end(self):
+        assert self.left[:2] == [0, 0] and not any(self.value) and self.at >= len(self.data), "everything is used"
+        assert self.size[self.EXPONENT] < 2048
+
+
+class Cass:
+    """The codecs `cass1` and `cass2`, weight by weight."""
+
+    def __init__(self, t):
+        assert sorted(k for k in t.parts if k < 1 << 31) == [32, 33]
+        spec, ver = t.parts[32], t.parts[33]
+        self.b, flags, reserved, self.n_pruned = struct.unpack_from("<BBHI", spec)
+        assert self.b < 8 and flags < 4 and reserved == 0 and not any(spec[8:64]) and self.n_pruned <= t.shape[1]
+        self.half, self.raw, self.mx = flags & 1, flags >> 1, t.codec == "cass2"
+        assert not (self.raw and self.mx)
+        self.rows, self.cols = t.shape
+        self.blocks, self.groups = -(-self.rows // 16), -(-self.cols // 64)
+        self.spec, self.ver = self._table(spec, 64), self._table(ver, 0)
+        self.exact, self.seen = np.zeros((2, 16 * self.blocks, 64 * self.groups), np.uint16)
+        self.kept = np.zeros(self.exact.shape, bool)
+        for block in range(self.blocks):
+            self._block(block)
+
+    def _table(self, part, at):
+        """[(codebook, segment's bytes, exponent blocks)] of the row blocks."""
+        entries = [struct.unpack_from("<II12s", part, at + 20 * i) for i in range(self.blocks + 1)]
+        end = at + 20 * (self.blocks + 1)
+        first = -(-end // 64)
+        assert not any(part[end : 64 * first]) and entries[0][0] == first
+        assert entries[-1] == (len(part) // 64, 0, bytes(12)) and len(part) % 64 == 0
+        return [(e[2], part[64 * e[0] : 64 * n[0]], e[1]) for e, n in zip(entries, entries[1:])]
+
+    def _block(self, block):
+        (codes, data, n_exponent), (pruned_codes, pruned_data, n_pruned) = self.spec[block], self.ver[block]
+        s, v = Segment(data, self.groups, n_exponent), Segment(pruned_data, 0, n_pruned)
+        assert not (self.mx and any(codes)) and not ((self.mx or self.raw) and any(pruned_codes))
+        for tile in range(self.groups):
+            for r in range(16):
+                row = 16 * block + r
+                there = range(min(64, self.cols - 64 * tile)) if row < self.rows else range(0)
+                self._row(row, 64 * tile, there, s, v, codes, pruned_codes)
+        s.end()
+        v.end()
+
+    def _exponents(self, segment, columns, codes):
+        """{column: exponent}, None for an escape."""
+        ranks = {k: segment.rank() for k in columns}
+        assert None not in ranks.values()
+        return {k: codes[r] if r < 12 else None for k, r in ranks.items()}
+
+    def _row(self, row, k0, there, s, v, codes, pruned_codes):
+        s.superblock()
+        v.superblock()
+        bitmap, b = s.take(Segment.BITMAP, 64), self.b
+        kept = [k for k in range(64) if bitmap >> k & 1]
+        assert all(k in there for k in kept), "no weight of the padding is kept"
+        pruned = [k for k in there if k not in kept]
+        n, m = (b + 1, 8) if self.mx else (b, 7)  # bits of an upper field's magnitude, of the whole one
+        if self.mx:
+            groups = [s.take(Segment.EXPONENT, 8) for _ in range(2)]
+            e = {k: groups[k // 32] for k in there}
+            assert min(groups) >= 1
+        else:
+            e = self._exponents(s, kept, codes)
+        fields = {k: s.take(Segment.MANTISSA, n + 1) for k in kept}
+        self._escapes(s, kept, e)
+        if not self.mx and not self.raw:
+            e |= self._exponents(v, pruned, pruned_codes)
+        lower = {k: v.take(Segment.MANTISSA, 7 - b) for k in kept}
+        rest = {k: v.take(Segment.MANTISSA, 16 if self.raw else m + 1) for k in pruned}
+        if not self.raw:
+            self._escapes(v, pruned, e)
+        for k in kept:
+            sign, top = fields[k] >> n, (fields[k] & ((1 << n) - 1)) << (7 - b)
+            half = 64 >> b if self.half and not (self.mx and top == 0) else 0
+            self.exact[row, k0 + k] = self._word(sign, e[k], top | lower[k])
+            self.seen[row, k0 + k] = self._word(sign, e[k], top | half)
+            self.kept[row, k0 + k] = True
+        for k in pruned:
+            word = rest[k]
+            self.exact[row, k0 + k] = word if self.raw else self._word(word >> m, e[k], word & ((1 << m) - 1))
+
+    @staticmethod
+    def _escapes(segment, columns, e):
+        for k in columns:
+            if e[k] is None:
+                e[k] = segment.take(Segment.MANTISSA, 8)
+
+    def _word(self, sign, e, magnitude):
+        if not self.mx:
+            return sign << 15 | e << 7 | magnitude
+        if magnitude == 0:
+            return sign << 15
+        z = 8 - magnitude.bit_length()
+        if z < e:
+            return sign << 15 | (e - z) << 7 | (magnitude << z) & 127
+        return sign << 15 | magnitude << (e - 1)
+
+    def bits(self):
+        """The weights' BF16 bits, uint16 [rows, cols]."""
+        assert (~self.kept[: self.rows, : self.cols]).sum(axis=1).tolist() == [self.n_pruned] * self.rows
+        return self.exact[: self.rows, : self.cols]
+
+    def draft(self):
+        """The draft's, uint16 [rows, cols]."""
+        return self.seen[: self.rows, : self.cols]

@@ -61,7 +61,7 @@ def test_drafts_are_mostly_right(model, greedy):
         )
         assert target.tolist() == greedy[n]
         rates.append((target == draft).mean())
-    assert len(rates) == 4 and np.mean(rates) >= 0.70, rates
+    assert len(rates) == 4 and np.mean(rates) >= 0.80, rates
 
 
 def test_perplexity_is_that_of_transformers(model):
@@ -82,8 +82,9 @@ def test_sizes(smollm2_cass):
         verification = sum(t.verification_bytes for t in f.tensors.values())
         assert {t.codec for t in f.tensors.values() if len(t.shape) == 2} == {"nest"}
     assert bf16 == 2 * 134515008
-    assert speculation + verification <= 0.715 * bf16
-    assert speculation <= 0.27 * bf16
+    # without calibration .711 and .258; hot columns weigh most in matrices as narrow as these
+    assert speculation + verification <= 0.74 * bf16
+    assert speculation <= 0.29 * bf16
 
 
 @pytest.mark.parametrize("spec", ["off", "on"])
