@@ -215,21 +215,27 @@ class Model:
 
     # ---- logits ----
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """The target's logits after each of ids, from an empty context: float32 [n, n_vocab]."""
-        return self._eval(lib.pycass_session_eval, ids)
+    def logits(self, ids: Sequence[int], start: int = 0) -> np.ndarray:
+        """The target's logits after each of ids[start:], from an empty context: float32 [n - start, n_vocab]."""
+        return self._eval(lib.pycass_session_eval, ids, start)
 
-    def draft_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """The draft's: row i is what it computes for ids[i] on the target's cache of ids[:i]. float32 [n, n_vocab]."""
-        return self._eval(lib.pycass_session_eval_draft, ids)
+    def draft_logits(self, ids: Sequence[int], start: int = 0) -> np.ndarray:
+        """The draft's: what it computes for ids[i] on the target's cache of ids[:i], for i from start on. float32
+        [n - start, n_vocab]."""
+        return self._eval(lib.pycass_session_eval_draft, ids, start)
 
-    def _eval(self, function, ids) -> np.ndarray:
+    def _eval(self, function, ids, start) -> np.ndarray:
         ids = _ids(ids)
         if len(ids) > self.n_ctx:
             raise ContextFull(f"{len(ids)} tokens do not fit: the context holds {self.n_ctx}")
+        if not 0 <= _index(start) <= len(ids):
+            raise InvalidArgument(f"start = {start}; there are {len(ids)} tokens")
+        before, ids = ids[:start], ids[start:]
         out = np.empty((len(ids), self.config.n_vocab), dtype=np.float32)
         with self._use() as session:
             check(lib.pycass_session_trim(session, 0))
+            if before:
+                check(lib.pycass_session_eval(session, _int32s(before), len(before), ffi.NULL))
             check(function(session, _int32s(ids), len(ids), ffi.cast("float *", ffi.from_buffer(out))))
         return out
 

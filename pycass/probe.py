@@ -1,5 +1,6 @@
 """Measuring a model's draft: how often it is right, and what its passes and the target's cost. For study and tune."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,18 +42,20 @@ class Agreement:
     target: float
 
 
-def agreement(model, texts: Sequence[Text], tick=lambda: None) -> Agreement:
-    """Teacher-forced: at every position both see the same tokens, the texts'."""
+def agreement(model, texts: Sequence[Text], limit: float = float("inf")) -> Agreement:
+    """Teacher-forced: at every position both see the same tokens, the texts'. No text is begun after `limit` seconds, but
+    two are measured at least."""
+    begin = time.monotonic()
     total, n_token = np.zeros(4), model.config.n_token  # the rows behind are padding, which is never sampled
-    for t in texts:
-        ids = (t.prompt + t.answer)[:-1]
-        rows = slice(len(t.prompt) - 1, None)
-        target = model.logits(ids)[rows, :n_token]
-        draft = model.draft_logits(ids)[rows, :n_token]
+    for n, t in enumerate(texts):
+        if n >= 2 and time.monotonic() - begin > limit:
+            break
+        ids, start = (t.prompt + t.answer)[:-1], len(t.prompt) - 1
+        target = model.logits(ids, start)[:, :n_token]
+        draft = model.draft_logits(ids, start)[:, :n_token]
         best = target.argmax(1)
         overlap = np.minimum(_softmax(target), _softmax(draft)).sum()
         total += len(t.answer), (best == draft.argmax(1)).sum(), overlap, (best == np.asarray(t.answer)).sum()
-        tick()
     n = int(total[0])
     return Agreement(n, *(float(x) / n for x in total[1:]))
 

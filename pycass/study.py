@@ -21,6 +21,7 @@ from .prompts import DEVELOPMENT
 
 VERSION = 1
 SPEED_PROMPTS = 2  # of the development prompts, for measured speed
+POINT_SECONDS = 90  # after which no further answer is compared
 GAMMA = 5  # draft length of measured and ideal speed, the paper's for Cassandra-1
 
 
@@ -293,7 +294,7 @@ def measure(plan, source, point, folder, options) -> dict:
         encoded = time.monotonic() - begin
         o = bench.owed(path)
         with Model.load(path, **options) as m:
-            a = probe.agreement(m, folder.texts)
+            a = probe.agreement(m, folder.texts, POINT_SECONDS)
             speed = _speed(m, folder.texts[:SPEED_PROMPTS], plan.tokens, a, o) if point.speed else {}
             kernel, threads = m.kernel, m.threads
     arguments = {k: point.arguments.get(k) for k in ("codec", "prune", "mantissa_bits", "half", "hot", "bias")}

@@ -136,12 +136,12 @@ def trade_off(points, tokens) -> str:
     if not points:
         return "## Acceptance against compression\n\nNothing was measured yet."
     best = {p["point"] for p in front(points)}
-    n = points[0]["positions"]
-    worst = max((p["agreement"] * (1 - p["agreement"]) / n) ** 0.5 for p in points)
+    n = max(p["positions"] for p in points)
+    worst = max((p["agreement"] * (1 - p["agreement"]) / p["positions"]) ** 0.5 for p in points)
     parts = [
         "## Acceptance against compression",
         f"Teacher-forced: over the model's own greedy answers to the development prompts ({tokens} tokens each, {n} "
-        "positions), how often the draft's most likely token is the target's (greedy), and the mean of sum(min(p, q)), "
+        "positions; fewer of the first ones where a draft is slow on this machine), how often the draft's most likely token is the target's (greedy), and the mean of sum(min(p, q)), "
         "which is the acceptance of rejection sampling at temperature 1 (sampled). Bits: draft data per matrix weight "
         f"that a pass reads; total: of the whole file. One standard error of the greedy column is at most {worst:.3f}. "
         "A star marks points that no other one beats in both draft bits and greedy agreement. `half`: dropped mantissa "
@@ -151,13 +151,17 @@ def trade_off(points, tokens) -> str:
         some = [p for p in points if p["group"] == group]
         if some:
             lines = [[p["point"] + (" *" if p["point"] in best else ""), _number(p["draft_bits"], 2),
-                      _number(p["total_bits"], 2), _number(p["agreement"], 3), _number(p["sampled"], 3)]
+                      _number(p["total_bits"], 2), _number(p["agreement"], 3), _number(p["sampled"], 3), p["positions"]]
                      for p in some]  # fmt: skip
-            parts += [f"**{title}**", table(["draft", "bits", "total", "greedy", "sampled"], lines)]
+            parts += [f"**{title}**", table(["draft", "bits", "total", "greedy", "sampled", "positions"], lines)]
     changed = [p for p in points if p["target"] < 1]
     if changed:
         text = ", ".join(f"{p['point']}: {p['target']:.3f}" for p in changed)
-        parts.append(f"These targets are not the model's bits; their most likely token is the model's this often: {text}.")
+        parts.append(
+            "The token that the file gave as it was is not always the most likely token of these targets; it is this often: "
+            f"{text}. cass2 changes weights; with hot columns the weights are the same, but sums have another order, so that "
+            "nearly equal logits may change places."
+        )
     else:
         parts.append("Every target gave the model's own token at every position.")
     return "\n\n".join(parts)

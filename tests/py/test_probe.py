@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pycass import Model, bench, probe
+from pycass.errors import InvalidArgument
 from pycass.file import CassFile
 
 
@@ -32,9 +33,11 @@ def test_agreement_by_hand():
     target = np.log(np.array([[9, 9, 9], [0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]))
     draft = np.log(np.array([[1, 1, 1], [0.25, 0.5, 0.25], [0.2, 0.6, 0.2]]))
     target, draft = (np.append(x, [[9.0]] * 3, axis=1) for x in (target, draft))  # a row of padding
-    fake = SimpleNamespace(logits=lambda ids: target, draft_logits=lambda ids: draft, config=SimpleNamespace(n_token=3))
+    fake = SimpleNamespace(logits=lambda ids, start: target[start:], draft_logits=lambda ids, start: draft[start:],
+                           config=SimpleNamespace(n_token=3))  # fmt: skip
     a = probe.agreement(fake, [probe.Text([7, 7], [0, 0])])
     assert (a.positions, a.greedy, a.target) == (2, 0.5, 0.5) and a.sampled == pytest.approx((0.75 + 0.8) / 2)
+    assert probe.agreement(fake, [probe.Text([7, 7], [0, 0])] * 5, limit=-1).positions == 4
 
 
 def test_steps_count_prefixes(model):
@@ -86,3 +89,14 @@ def test_owed_with_tensors_read_wholly(tiny_cass):
 def test_decoding_is_counted(model):
     count = probe.decode(model, [bench.prompt_ids(model, t) for t in "ab"], 6, spec="on", draft_max=2)
     assert count.tokens == 12 and count.drafted > 0 and count.tps > 0
+
+
+def test_logits_from_a_token_on(model):
+    ids = list(range(3, 15))
+    for f in (model.logits, model.draft_logits):
+        whole = f(ids)
+        for start in (0, 1, 7, 11):
+            assert (f(ids, start) == whole[start:]).all()
+        for start in (-1, 12, 13, 1.5):
+            with pytest.raises(InvalidArgument):
+                f(ids, start)

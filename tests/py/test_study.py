@@ -90,7 +90,7 @@ def test_a_study_and_its_continuation(plan, copies, tmp_path):
     text = path.read_text()
     folder = sorted(os.listdir(tmp_path / "report"))
     assert folder == ["memory.csv", "points.csv", "ratios.csv", "report.md", "study.json", "tensors.csv"]
-    assert len(copies) == 32 and "| nest bias" in text and "(10 tokens each, 20 positions)" in text
+    assert len(copies) == 32 and "| nest bias" in text and "(10 tokens each, 20 positions;" in text
     for words in ("## Exponents", "## Acceptance", "## Speed", "## Memory", "EAGLE-3", "| tiny |", "11.59", "assumed: cass1 13.9"):
         assert words in text
     assert "| cass1 prune" not in text and "Every target gave the model's own token" in text and "No plots" not in text
@@ -114,6 +114,26 @@ def test_rows_say_what_was_measured(plan, copies):
         tokens = theory.tokens_per_step(r["agreement"], 5)
         assert r["ideal_speedup"] == pytest.approx(tokens * r["target_bytes"] / (5 * r["draft_bytes"] + r["target_bytes"]))
         assert r["measured_speedup"] == pytest.approx(r["spec_tps"] / r["plain_tps"])
+
+
+def test_real_encodings(plan, monkeypatch):
+    some = [p for p in study.points("small") if p.name in ("nest", "nest hot 16 bias") or p.group in ("cass2", "truncation")]
+    monkeypatch.setattr(study, "points", lambda grid: some)
+    calls, convert = [], pycass.convert.convert
+    monkeypatch.setattr(pycass.convert, "convert", lambda *a, **o: calls.append(o) or convert(*a, **o))
+    study.run(plan(), Console())
+    assert len(calls) == len(some) + 1 and calls[0]["codec"] == "nest"  # one calibration for all
+    rows = {r["point"]: r for r in study.Folder(plan().folder, {}).rows("points.csv")}
+    assert list(rows) == [p.name for p in some]
+    assert rows["nest hot 16 bias"]["draft_bits"] > rows["nest"]["draft_bits"]
+    cut = [rows[f"cass1 prune 0 mantissa {n} half"] for n in (1, 2, 3, 4)]
+    assert [r["draft_bits"] for r in cut] == sorted(r["draft_bits"] for r in cut) and cut[0]["agreement"] < cut[3]["agreement"]
+    assert all(r["target"] == 1 for r in rows.values() if r["codec"] != "cass2" and not r["hot"])  # else sums have an order
+    assert not [n for n in os.listdir(plan().folder) if n.startswith(".")]
+    source = plan().folder.parent / "c.cass"
+    convert(plan().model, source)
+    with study.calibrated(str(source), plan().folder, Console()) as path:
+        assert path == str(source)  # keeps its own statistics
 
 
 def test_the_budget_ends_it(plan, copies, capsys):
@@ -187,7 +207,7 @@ def test_plots(plan, copies):
         assert f"![{stem}]({stem}.png)" in text
         assert (folder.path / f"{stem}.png").read_bytes()[:4] == b"\x89PNG"
         assert b"<svg" in (folder.path / f"{stem}.svg").read_bytes()[:1000]
-    assert "not the model's bits" in text and "pruning 0.2: 0.900" in text and "cass1 11.00" in text
+    assert "not always the most likely token" in text and "pruning 0.2: 0.900" in text and "cass1 11.00" in text
 
 
 def test_the_verdict_on_the_papers_ratios():
