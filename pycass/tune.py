@@ -17,7 +17,8 @@ from .tune_search import Search, has_optuna
 JOURNAL = 1
 LONGEST = 12  # draft length at which acceptance is measured; every shorter one follows from it
 VERIFIED = (1, 2, 5, 9, 13)  # tokens of the target passes that are timed; others lie between
-STEPS = 6  # steps of each of them
+SECONDS = 40  # of a measurement, after which no further prompt is begun
+HOPELESS = 0.8  # draft passes that take so much of a target pass gain nothing: one step is enough to know
 PROMPTS = 4  # development prompts of a measurement
 DEFAULT_MAX = 8  # the engine's draft_max
 GAMMA = 5  # the draft length of the paper's acceptance
@@ -198,11 +199,20 @@ class Rig:
         with self.model(candidate) as m:
             prompts = self._prompts(m)
             verify = self._verify_times(m, candidate, prompts[0])
-            found = probe.together([probe.steps(m, ids, self._plan.tokens, LONGEST) for ids in prompts])
+            found = self._steps(m, prompts, verify[1])
         return Figures(
-            found.prefixes, found.draft_ms, verify | {LONGEST + 1: found.verify_ms}, owed.draft_bits, owed.weights,
-            owed.cache_per_token // 2,
-        )  # fmt: skip
+            found.prefixes, found.draft_ms, verify, owed.draft_bits, owed.weights, owed.cache_per_token // 2
+        )
+
+    def _steps(self, model, prompts, plain_ms):
+        begin, found = time.monotonic(), [probe.steps(model, prompts[0], LONGEST + 2, LONGEST)]
+        if self._plan.objective == "speed" and found[0].draft_ms > HOPELESS * plain_ms:
+            return found[0]
+        for n, ids in enumerate(prompts):
+            if n and time.monotonic() - begin > SECONDS:
+                break
+            found.append(probe.steps(model, ids, self._plan.tokens, LONGEST))
+        return probe.together(found)
 
     def _prompts(self, model):
         return [bench.prompt_ids(model, text) for text in list(DEVELOPMENT.values())[:PROMPTS]]
@@ -211,11 +221,8 @@ class Rig:
         """They do not depend on what the draft reads: once for each encoding."""
         key = json.dumps(candidate.encoding, sort_keys=True)
         if key not in self._verify:
-            probe.plain_ms(model, ids, 2)  # brings the file into memory
-            times = {1: probe.plain_ms(model, ids, STEPS + 1)}
-            for n in VERIFIED[1:-1]:
-                times[n] = probe.steps(model, ids, STEPS * n, n - 1).verify_ms
-            self._verify[key] = times
+            ids = list(ids) * (VERIFIED[-1] // len(ids) + 1)
+            self._verify[key] = {n: probe.pass_ms(model, ids, n) for n in VERIFIED}
         return self._verify[key]
 
     def confirm(self, candidates, clock, note) -> list[float]:
