@@ -27,7 +27,7 @@ SHARES = (0.40, 0.75)  # of the budget, at which loads and encodings end
 TRIALS = (24, 16)  # of each
 FINALISTS = 3  # beside the default
 LENGTHS = (4, 8, 16)  # draft_max that the best of them is tried with; the engine drafts less where that pays
-ROUNDS = 3  # in which finalists decode, in turn
+ROUNDS = 5  # in which finalists decode, in turn
 GAIN = 1.02  # that the chosen one must have over the default
 ENCODE_SPEED = 20e6  # bytes a second, before one was timed
 
@@ -92,6 +92,7 @@ class Figures:
     draft_ms: float
     verify_ms: dict[int, float]  # by the number of tokens
     draft_bits: float
+    target_bits: float
     weights: int
     cache_values: int  # of a token
 
@@ -142,7 +143,6 @@ class Rig:
         self._stack.enter_context(self._temporary)
         self._files: dict[str, str] = {}  # encoding: path
         self._made = 0
-        self._verify: dict[str, dict[int, float]] = {}
         with CassFile(plan.model) as f:
             codecs = sorted({t.codec for t in f.tensors.values() if len(t.shape) == 2})
             self.names, self.n_layer = list(f.tensors), f.config.n_layer
@@ -193,16 +193,27 @@ class Rig:
             self.kernel, self.threads = m.kernel, m.threads
             yield m
 
-    def measure(self, candidate: Candidate) -> Figures:
-        """Accepted prefixes and times, over the development prompts."""
+    def measure(self, candidate: Candidate, base: Figures | None = None) -> Figures:
+        """Accepted prefixes and times, over the development prompts. A machine is not always as fast: with the figures of
+        the file as it is, times of an encoding of the same codec are set in proportion to what a plain pass took then and
+        takes now."""
         owed = bench.owed(self.path_of(candidate.encoding), candidate.draft_full)
         with self.model(candidate) as m:
             prompts = self._prompts(m)
-            verify = self._verify_times(m, candidate, prompts[0])
+            ids = prompts[0] * (VERIFIED[-1] // len(prompts[0]) + 1)
+            probe.pass_ms(m, ids, 1)  # brings the file into memory
+            verify = {n: probe.pass_ms(m, ids, n) for n in (VERIFIED if candidate.encoding or not base else (1,))}
             found = self._steps(m, prompts, verify[1])
+            now = (verify[1] + probe.pass_ms(m, ids, 1)) / 2
+        pace = 1.0
+        if base and (candidate.encoding is None or candidate.encoding["codec"] == self.codec):
+            pace = base.verify_ms[1] * owed.target_bits / base.target_bits
+            verify = {n: ms * pace / verify[1] for n, ms in verify.items()} if candidate.encoding else base.verify_ms
+            pace /= now
         return Figures(
-            found.prefixes, found.draft_ms, verify, owed.draft_bits, owed.weights, owed.cache_per_token // 2
-        )
+            found.prefixes, pace * found.draft_ms, verify, owed.draft_bits, owed.target_bits, owed.weights,
+            owed.cache_per_token // 2,
+        )  # fmt: skip
 
     def _steps(self, model, prompts, plain_ms):
         begin, found = time.monotonic(), [probe.steps(model, prompts[0], LONGEST + 2, LONGEST)]
@@ -216,14 +227,6 @@ class Rig:
 
     def _prompts(self, model):
         return [bench.prompt_ids(model, text) for text in list(DEVELOPMENT.values())[:PROMPTS]]
-
-    def _verify_times(self, model, candidate, ids):
-        """They do not depend on what the draft reads: once for each encoding."""
-        key = json.dumps(candidate.encoding, sort_keys=True)
-        if key not in self._verify:
-            ids = list(ids) * (VERIFIED[-1] // len(ids) + 1)
-            self._verify[key] = {n: probe.pass_ms(model, ids, n) for n in VERIFIED}
-        return self._verify[key]
 
     def confirm(self, candidates, clock, note) -> list[float]:
         """Tokens a second by real decoding, as users get it: speculation `auto`, with look-ups. Candidates take turns, and
@@ -330,7 +333,8 @@ class Tuner:
         if candidate.key not in self.journal.figures:
             self.console.status(f"{self.clock.spent() / 60:.1f} minutes: {candidate}")
             with self.clock.timed(kind):
-                self.journal.keep(candidate, self.rig.measure(candidate))
+                base = self.journal.figures.get(Candidate().key)
+                self.journal.keep(candidate, self.rig.measure(candidate, base))
         f = self.journal.figures[candidate.key]
         self.found[candidate.key] = candidate, f
         self.console.note(f"{f.worth(self.plan.objective):.2f} {self.unit}, {f.tps(f.best_length):.2f} tokens/s with drafts "

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,14 +21,14 @@ def figures(right=0.5, draft=1.0, plain=8.0, bits=4.0):
     """Figures of a draft of which each further token is accepted with chance `right`, over 10000 steps."""
     n = tune.LONGEST
     chances = [right**i * (1 - right) for i in range(n)] + [right**n]
-    return Figures(tuple(round(10000 * c) for c in chances), draft, {1: plain, 13: 1.5 * plain}, bits, 1000, 10)
+    return Figures(tuple(round(10000 * c) for c in chances), draft, {1: plain, 13: 1.5 * plain}, bits, 11.0, 1000, 10)
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
 def test_predictions_by_hand():
-    f = Figures((2, 0, 1, 1), 1.0, {1: 4.0, 3: 6.0, 4: 6.5}, 4.0, 10**9, 10)
+    f = Figures((2, 0, 1, 1), 1.0, {1: 4.0, 3: 6.0, 4: 6.5}, 4.0, 11.0, 10**9, 10)
     assert f.plain_tps == 250
     assert f.tps(1) == pytest.approx(1000 * 1.5 / (1 + 5)) and f.tps(2) == pytest.approx(1000 * 2 / (2 + 6))
     assert f.tps(3) == pytest.approx(1000 * 2.25 / 9.5) and f.best_length == 1
@@ -99,7 +100,7 @@ class FakeRig:
         self.said = {"codec": "nest", "hot": 0, "bias": False}
         self.time, self.asked, self.kept = 0.0, [], []
 
-    def measure(self, candidate):
+    def measure(self, candidate, base):
         """Rig's."""
         self.asked.append(candidate)
         self.time += self.seconds
@@ -210,10 +211,10 @@ def test_an_interrupt_and_the_journal(tuner, tmp_path):
     t = tuner(rule)
     measure = t.rig.measure
 
-    def stops(c):
+    def stops(c, base):
         if len(t.rig.asked) == 5:
             raise KeyboardInterrupt
-        return measure(c)
+        return measure(c, base)
 
     t.rig.measure = stops
     with pytest.raises(KeyboardInterrupt):
@@ -261,6 +262,10 @@ def test_a_rig_measures(tiny, tmp_path):
         assert min(plain.draft_ms, more.draft_ms) > 0 and sum(plain.prefixes) > 2
         assert not sum(rig.measure(Candidate(draft_full=("*",))).prefixes)  # that is no draft
         assert sorted(plain.verify_ms) == list(tune.VERIFIED) and min(plain.verify_ms.values()) > 0
+        slow = replace(plain, verify_ms={n: 1000 * ms for n, ms in plain.verify_ms.items()})  # the machine was slower then
+        again, other = rig.measure(Candidate(), slow), rig.measure(Candidate({"codec": "nest", "hot": 32}), slow)
+        assert again.verify_ms == slow.verify_ms and again.prefixes == plain.prefixes
+        assert other.verify_ms[1] == pytest.approx(slow.verify_ms[1]) and min(again.draft_ms, other.draft_ms) > 50 * plain.draft_ms
         for hot in (16, 32, 64):
             rig.path_of({"codec": "nest", "hot": hot})
             rig.keep_only([{"codec": "nest", "hot": 32}])
