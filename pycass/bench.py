@@ -7,12 +7,14 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 
 import numpy as np
 
 from .errors import InvalidArgument
 from .file import CassFile
 from .prompts import PROMPTS
+from .settings import Settings
 
 # What prompt processing reads, over and over: its speed does not depend on the text.
 TEXT = """\
@@ -47,6 +49,7 @@ class Plan:
     kernel: str | None = None
     ngram: bool = True
     mmap: bool = False  # read before anything is measured
+    settings: Settings | None = None
 
 
 @dataclass
@@ -85,7 +88,7 @@ def run(path, name, plan, output, out, console):
     """Measures and writes the table."""
     from .model import Model
 
-    about, owed = _about(path, name), _owed(path)
+    about, owed = _about(path, name), _owed(path, plan.settings.draft_full if plan.settings else ())
     specs = [s for s in plan.specs if s != "draft" or owed]
     if specs != plan.specs:
         console.note("this file has no draft: nothing to measure for --spec draft")
@@ -95,7 +98,7 @@ def run(path, name, plan, output, out, console):
     n_ctx = max([*plan.prompts, *(n + ROOM for n in plan.gens)]) + 1
     try:
         for threads in plan.threads:
-            options = {"batch_size": plan.batch_size, "kernel": plan.kernel, "mmap": plan.mmap}
+            options = {"batch_size": plan.batch_size, "kernel": plan.kernel, "mmap": plan.mmap, "settings": plan.settings}
             with Model.load(path, n_ctx=n_ctx, threads=threads, **options) as model:
                 console.status("reading memory")
                 shared = about | {"kernel": model.kernel, "n_threads": model.threads}
@@ -120,17 +123,41 @@ def _about(path, name):
     }
 
 
-def _owed(path):
+def _owed(path, draft_full):
     """Bytes that a draft pass owes: (weights, KV cache per token); None for a file without a draft."""
+    found = owed(path, draft_full)
+    return (found.draft, found.cache_per_token) if found.has_draft else None
+
+
+@dataclass(frozen=True)
+class Owed:
+    """Bytes of weights that a pass reads, and of cache for every token before it; bits per weight, of matrices."""
+
+    draft: int
+    target: int
+    cache_per_token: int
+    weights: int
+    draft_bits: float
+    target_bits: float
+    has_draft: bool
+
+
+def owed(path, draft_full=()):
+    """What passes of a file owe; draft_full: patterns of tensors that the draft reads wholly. Vectors are read whole, and
+    of an embedding that is not the output matrix too a row only."""
     with CassFile(path) as f:
         c, infos = f.config, list(f.tensors.values())
-    if all(t.codec == "raw" for t in infos):
-        return None
-    if not c.tied_embedding:  # then a pass reads a row of it only
-        infos = [t for t in infos if t.name != "model.embed_tokens.weight"]
-    # vectors are read whole by draft and target
-    weights = sum(t.speculation_bytes if len(t.shape) == 2 else 2 * _product(t.shape) for t in infos)
-    return int(weights), 4 * c.n_layer * c.n_head_kv * c.head_dim
+    vectors = sum(2 * _product(t.shape) for t in infos if len(t.shape) == 1)
+    matrices = [t for t in infos if len(t.shape) == 2 and (c.tied_embedding or t.name != "model.embed_tokens.weight")]
+    weights = sum(_product(t.shape) for t in matrices)
+    whole = {t.name: int(t.speculation_bytes + t.verification_bytes) for t in matrices}
+    part = {t.name: int(t.speculation_bytes) for t in matrices}
+    part |= {name: n for name, n in whole.items() if any(fnmatchcase(name, p) for p in draft_full)}
+    draft, target = sum(part.values()), sum(whole.values())
+    return Owed(
+        vectors + draft, vectors + target, 4 * c.n_layer * c.n_head_kv * c.head_dim, weights,
+        8 * draft / weights, 8 * target / weights, any(t.codec != "raw" for t in infos),
+    )  # fmt: skip
 
 
 def _product(shape):

@@ -15,7 +15,7 @@ try:
 
     import click
 
-    from . import options, pull
+    from . import options, pull, settings
     from .console import Console, complain, finish_stdout, open_streams
     from .errors import InvalidArgument, PycassError
     from .options import option
@@ -86,6 +86,7 @@ def load_model(name, o, console):
         mlock=o["mlock"],
         kv=options.kv_of(o),
         **({"rope_scaling": scaling} if scaling else {}),
+        **({"settings": o["settings"]} if o["settings"] else {}),
     )
     if o.get("no_warmup"):
         console.note("--no-warmup has no effect: there is no warm-up")
@@ -271,18 +272,22 @@ def chat(model, **o):
 @option("--half/--no-half", default=True, show_default=True, help="cass1, cass2: the draft takes the other bits for a half.")
 @option("--pruned", type=click.Choice(["coded", "raw"]), default="coded", show_default=True,
         help="cass1: exponents of pruned weights coded, or all their 16 bits as they are.")
+@option("--settings", default=None, type=click.Path(exists=True, dir_okay=False), metavar="FILE", envvar=None,
+        help="Encode as `pycass tune` found best. What the command line says goes before.")
 @options.log
-def convert(src, out, codec, **o):
+def convert(src, out, **o):
     """Convert a Hugging Face folder, a GGUF or a .cass file to a .cass file."""
     from . import inspect_file
     from .convert import convert as do
 
+    if o["settings"]:
+        options.take(o, settings.load(o["settings"]).convert_arguments())
     if o["no_calibrate"] and o["calibrate"]:
         raise click.UsageError("--calibrate and --no-calibrate exclude each other")
     how = None if o["no_calibrate"] else o["calibrate"] or "auto"
     console = console_of(o)
     with console.progress("converting") as progress:
-        report = do(src, out, codec=codec, progress=progress, calibrate=how, samples=o["calibrate_samples"],
+        report = do(src, out, codec=o["codec"], progress=progress, calibrate=how, samples=o["calibrate_samples"],
                     hot=int(o["hot"]), bias=o["bias"], weighted=o["weighted"], prune=o["prune"],
                     mantissa_bits=o["mantissa_bits"], half=o["half"], pruned=o["pruned"])
     console.note(inspect_file.report_text(report, out))
@@ -400,7 +405,9 @@ def _numbers(part):
         help="Format of the table.")
 @option("--spec", "specs", default="off,auto,draft", show_default=True, metavar="LIST",
         help="Generate without speculation (off), with it (auto, on), or measure the draft's passes alone (draft).")
-@option("--draft-max", type=click.IntRange(1, 16), default=8, show_default=True, metavar="N", help="Longest draft.")
+@option("--draft-max", type=click.IntRange(1, 16), default=None, metavar="N",
+        help="Longest draft. Without it: what the settings say, else 8.")
+@options.settings
 @option("--ngram/--no-ngram", default=True, show_default=True, help="Look-ups beside the draft, with auto and on.")
 @option("--temp", "--temperature", type=options.Finite(0, 1e6), default=0.0, show_default=True, metavar="X",
         help="0: greedy; else as `run` samples by default.")
@@ -419,14 +426,15 @@ def bench(model, **o):
     code, maths, prose and chat, since what speculation gains depends on what is written."""
     from . import bench as b
 
-    name = the_model(model, o["model_opt"])
+    name, chosen = the_model(model, o["model_opt"]), settings.of(o["settings"])
     plan = b.Plan(
         prompts=[n for n in number_list(",".join(o["n_prompt"]), "--n-prompt", 0, 1 << 20) if n],
         gens=[n for n in number_list(",".join(o["n_gen"]), "--n-gen", 0, 1 << 20) if n],
         threads=number_list(",".join(o["threads"]), "--threads", 0, options.MOST_THREADS),
         specs=list(dict.fromkeys(o["specs"].split(","))),
         repetitions=o["repetitions"],
-        draft_max=o["draft_max"],
+        draft_max=o["draft_max"] or (chosen and chosen.draft_max) or 8,
+        settings=chosen,
         temperature=o["temp"],
         seed=options.seed_of(o),
         batch_size=o["batch_size"],
@@ -464,6 +472,75 @@ def perplexity(model, file, draft, as_json, **o):
     with load_model(name, o, console) as m:
         found = p.perplexity(m, text, draft, console)
     click.echo(json.dumps(found) if as_json else p.as_text(found))
+
+
+threads = option("-t", "--threads", type=click.IntRange(0, options.MOST_THREADS), default=0, metavar="N",
+                 help="Threads; 0: physical cores.")  # fmt: skip
+kernel = option("--kernel", default=None, metavar="NAME", help="Force a kernel set.")
+model_option = option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL.")
+
+
+@app.command()
+@click.argument("model", required=False)
+@option("-o", "--out", default=None, type=click.Path(), envvar=None,
+        help="The report's folder: a new one, or one to go on with. Without it: NAME.study in the current folder.")
+@option("--grid", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Encodings to measure.")
+@option("--budget", type=options.Finite(0), default=30.0, show_default=True, metavar="MINUTES",
+        help="No encoding is begun that would end later; 0: no end.")
+@option("--tokens", type=click.IntRange(8, 1024), default=48, show_default=True, metavar="N", help="Of each answer.")
+@option("--plots/--no-plots", default=True, show_default=True, help="PNG and SVG; needs pip install 'pycass[study]'.")
+@model_option
+@threads
+@kernel
+@options.log
+def study(model, **o):
+    """Study a model: what its exponents weigh, what a draft's bits buy, and what fits into memory.
+
+    Writes a report with tables and plots, and prints its path. Each encoding is a temporary file in the same folder.
+    A later run on the folder goes on where one stopped."""
+    from . import study as s
+
+    name = the_model(model, o["model_opt"])
+    console = console_of(o)
+    budget = 60 * o["budget"] or None
+    short = os.path.basename(name.rstrip("/"))
+    plan = s.Plan(resolve(name, console), short, Path(o["out"] or f"{short}.study"), o["grid"], budget, o["tokens"],
+                  o["threads"], o["kernel"], o["plots"])  # fmt: skip
+    click.echo(s.run(plan, console))
+
+
+@app.command()
+@click.argument("model", required=False)
+@option("-o", "--out", default=None, type=click.Path(dir_okay=False), envvar=None,
+        help="The settings file. Without it: MODEL.tune.json beside a .cass file, else in the current folder.")
+@option("--objective", type=click.Choice(["speed", "paper"]), default="speed", show_default=True,
+        help="speed: tokens a second on this machine; paper: acceptance over the bits that a draft reads.")
+@option("--budget", type=options.Finite(0.1), default=15.0, show_default=True, metavar="MINUTES", help="Time, about.")
+@option("--tokens", type=click.IntRange(16, 1024), default=32, show_default=True, metavar="N",
+        help="Of each answer that a setting is measured on.")
+@option("--search", type=click.Choice(["auto", "optuna", "grid"]), default="auto", show_default=True,
+        help="optuna needs pip install 'pycass[tune]'; grid does without.")
+@option("--json", "as_json", is_flag=True, help="Print the settings.")
+@model_option
+@threads
+@kernel
+@options.log
+def tune(model, **o):
+    """Find the settings with which this machine decodes a model fastest; convert and the engine read them.
+
+    Ctrl-C leaves the best so far, and a later run goes on from the journal beside the settings file."""
+    from . import tune as t
+
+    name = the_model(model, o["model_opt"])
+    console = console_of(o)
+    if o["search"] == "optuna" and not t.has_optuna():
+        raise InvalidArgument("optuna is not installed: pip install 'pycass[tune]', or --search grid")
+    path = resolve(name, console)
+    out = o["out"] or (path if name.endswith(".cass") else os.path.basename(name.rstrip("/"))) + ".tune.json"
+    plan = t.Plan(os.fspath(path), out, o["objective"], 60 * o["budget"], o["tokens"], o["threads"], o["kernel"],
+                  None if o["search"] == "auto" else o["search"] == "optuna")  # fmt: skip
+    found = t.run(plan, console)
+    click.echo(json.dumps(found.as_object()) if o["as_json"] else t.as_text(found, name, out))
 
 
 # ---- entry ----

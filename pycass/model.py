@@ -16,10 +16,12 @@ import numpy as np
 from pycass._pycass import ffi, lib
 from pycass.errors import ContextFull, InvalidArgument, IOFailure, KernelUnavailable, PycassError, check
 from pycass.file import CassFile, config_of
+from pycass.settings import Settings, of
 from pycass.tokenizer import StopMatcher, Tokenizer
 
 _SPEC_MODES = {"off": lib.PYCASS_SPEC_OFF, "on": lib.PYCASS_SPEC_ON, "auto": lib.PYCASS_SPEC_AUTO}
 KV_CODECS = {n: getattr(lib, f"PYCASS_KV_{n.upper()}") for n in ("auto", "raw", "nest", "cass1", "cass2")}
+DRAFT_MAX = 8  # tokens of a draft unless something else is said
 _MAX_STEP = 32  # tokens of one step: 31 guessed and one more
 _PROMPT_PIECE = 512  # tokens of a prompt between two looks for an interrupt
 
@@ -113,6 +115,7 @@ class Model:
         self.n_ctx: int = lib.pycass_session_n_ctx(session)
         self.threads: int = lib.pycass_session_n_threads(session)
         self.kernel: str = ffi.string(lib.pycass_model_kernel(model)).decode()
+        self.draft_max: int = DRAFT_MAX  # what generate() takes if it is not told
         self._lock = threading.RLock()
         self._generation = 0  # number of the latest call that uses the session
 
@@ -130,6 +133,7 @@ class Model:
         rope_scaling: dict | None = None,
         draft_full: Sequence[str] = (),
         kv: str = "auto",
+        settings: "Settings | dict | str | os.PathLike | None" = None,
     ) -> "Model":
         """Loads a `.cass` file; `pycass.pull.resolve` gives one for a name, a GGUF file or a Hugging Face folder.
 
@@ -141,8 +145,14 @@ class Model:
         kv: how older keys and values are kept: "raw" (BF16), "nest" (lossless), "cass1" (lossless, slow), "cass2"
         (near-lossless, slow); "auto": nest once the context is long.
         draft_full: names of tensors that the draft reads as the target does, * and ? standing for others (fnmatch).
+        settings: what `pycass tune` chose (a file, or pycass.settings.Settings): its draft_full is added, and its draft_max
+        is what generate() takes if it is not told. The file must be of its codec.
         """
         path, keep = _path(path), []
+        settings = of(settings)
+        if settings:
+            _require_codec(path, settings.codec)
+            draft_full = [*draft_full, *settings.draft_full]
         options = ffi.new("pycass_model_options *")
         if kernel is not None:
             names = [name for name, _ in kernels()]
@@ -162,7 +172,9 @@ class Model:
             check(lib.pycass_model_load(os.fsencode(path), options, out), path)
             model = ffi.gc(out[0], lib.pycass_model_free)
             session = _new_session(model, n_ctx, threads, threads_batch, batch_size, kv)
-            return cls(model, session, path, *text.result())
+            loaded = cls(model, session, path, *text.result())
+            loaded.draft_max = settings and settings.draft_max or DRAFT_MAX
+            return loaded
 
     # ---- text and tokens ----
 
@@ -182,7 +194,7 @@ class Model:
         max_tokens: None or -1: until the end token or the end of the context. Options, all with defaults:
         temperature=0.0 (the most likely token), top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0,
         repeat_last_n=64, presence_penalty=0.0, frequency_penalty=0.0, logit_bias={id: bias}, seed=None (random),
-        stop=None (a string or several), ignore_eos=False, spec="auto" ("on", "off"), draft_max=8,
+        stop=None (a string or several), ignore_eos=False, spec="auto" ("on", "off"), draft_max=8 (or the settings'),
         draft_fixed=False (always draft_max tokens), spec_ngram=None (whether what followed the last tokens where they
         stood before is guessed too, beyond draft_max; None: unless draft_fixed), logprobs=False.
         """
@@ -207,21 +219,27 @@ class Model:
 
     # ---- logits ----
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """The target's logits after each of ids, from an empty context: float32 [n, n_vocab]."""
-        return self._eval(lib.pycass_session_eval, ids)
+    def logits(self, ids: Sequence[int], start: int = 0) -> np.ndarray:
+        """The target's logits after each of ids[start:], from an empty context: float32 [n - start, n_vocab]."""
+        return self._eval(lib.pycass_session_eval, ids, start)
 
-    def draft_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """The draft's: row i is what it computes for ids[i] on the target's cache of ids[:i]. float32 [n, n_vocab]."""
-        return self._eval(lib.pycass_session_eval_draft, ids)
+    def draft_logits(self, ids: Sequence[int], start: int = 0) -> np.ndarray:
+        """The draft's: what it computes for ids[i] on the target's cache of ids[:i], for i from start on. float32
+        [n - start, n_vocab]."""
+        return self._eval(lib.pycass_session_eval_draft, ids, start)
 
-    def _eval(self, function, ids) -> np.ndarray:
+    def _eval(self, function, ids, start) -> np.ndarray:
         ids = _ids(ids)
         if len(ids) > self.n_ctx:
             raise ContextFull(f"{len(ids)} tokens do not fit: the context holds {self.n_ctx}")
+        if not 0 <= _index(start) <= len(ids):
+            raise InvalidArgument(f"start = {start}; there are {len(ids)} tokens")
+        before, ids = ids[:start], ids[start:]
         out = np.empty((len(ids), self.config.n_vocab), dtype=np.float32)
         with self._use() as session:
             check(lib.pycass_session_trim(session, 0))
+            if before:
+                check(lib.pycass_session_eval(session, _int32s(before), len(before), ffi.NULL))
             check(function(session, _int32s(ids), len(ids), ffi.cast("float *", ffi.from_buffer(out))))
         return out
 
@@ -346,7 +364,7 @@ class Stream:
             raise InvalidArgument("the prompt is empty: it has no tokens")
         self._reply = _Reply(model.tokenizer, stop, ignore_eos)
         self._record = bool(logprobs)
-        self._sampling, self._speculation, self._keep = _options(**options)
+        self._sampling, self._speculation, self._keep = _options(**{"draft_max": model.draft_max} | options)
         self.completion: Completion | None = None
         self._steps = self._run()
 
@@ -490,7 +508,7 @@ def _options(
     logit_bias=None,
     seed=None,
     spec="auto",
-    draft_max=8,
+    draft_max=DRAFT_MAX,
     draft_fixed=False,
     spec_ngram=None,
 ):
@@ -597,6 +615,16 @@ def _new_session(model, n_ctx, threads, threads_batch, batch_size, kv):
     out = ffi.new("pycass_session **")
     check(lib.pycass_session_new(model, options, out))
     return ffi.gc(out[0], lib.pycass_session_free)
+
+
+def _require_codec(path: str, codec: str):
+    """Settings for another codec than a file's would promise what it does not hold."""
+    with CassFile(path) as f:
+        found = sorted({t.codec for t in f.tensors.values() if len(t.shape) == 2})
+    if codec not in found:
+        raise InvalidArgument(
+            f"{path}: its matrices are {', '.join(found)}, the settings are for {codec}: convert the model with them first"
+        )
 
 
 def _set_draft_full(options, path: str, patterns):

@@ -32,6 +32,16 @@ def prefer_explicit(o, *names):
         o.update({n: None for n in given if is_preset(n)})
 
 
+def take(o, values):
+    """Values of a settings file for the options that the command line does not give."""
+    ctx = click.get_current_context()
+    for name, value in values.items():
+        if name not in o:
+            raise click.UsageError(f"the settings say {name} = {value}, which this version cannot do")
+        if ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
+            o[name] = value
+
+
 class Finite(click.FloatRange):
     """A number of a range; nan and inf are none."""
 
@@ -98,6 +108,9 @@ def _bias(ctx, param, values):
     return out
 
 
+settings = option("--settings", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE",
+                  help="Draft as `pycass tune` found best: its settings file.")  # fmt: skip
+
 model = stack(
     option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL."),
     option("-c", "--ctx-size", type=click.IntRange(0, 1 << 24), default=None, metavar="N",
@@ -112,6 +125,7 @@ model = stack(
            help="Map the file, or read it into huge pages, which are faster. Without either: map it and, if there is room, "
                 "move it in the background."),
     option("--mlock", is_flag=True, help="Keep the weights resident."),
+    settings,
     option("--rope-scaling", type=click.Choice(["none", "linear", "yarn"]), default=None,
            help="Replace the model's rope scaling; linear and yarn take their factor from --rope-scale."),
     option("--rope-scale", type=Finite(1), default=None, metavar="X",
@@ -157,8 +171,8 @@ sampling = stack(
 speculation = stack(
     option("--spec", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
            help="Self-speculation. The output is the same; auto turns it off when it does not pay."),
-    option("--draft-max", "--spec-draft-n-max", "--draft", "draft_max", type=click.IntRange(1, 16), default=8,
-           show_default=True, metavar="N", help="Longest draft."),
+    option("--draft-max", "--spec-draft-n-max", "--draft", "draft_max", type=click.IntRange(1, 16), default=None,
+           metavar="N", help="Longest draft. Without it: what the settings say, else 8."),
     option("--ngram/--no-ngram", default=True, show_default=True,
            help="Also guess what followed the last tokens where they stood before; not counted in --draft-max."),
 )  # fmt: skip
@@ -191,7 +205,6 @@ def generation(o, seed):
         "ignore_eos": o["ignore_eos"],
         "stop": list(o["reverse_prompt"]) or None,
         "spec": o["spec"],
-        "draft_max": o["draft_max"],
         "spec_ngram": o["ngram"],
         "seed": seed,
-    }
+    } | ({} if o["draft_max"] is None else {"draft_max": o["draft_max"]})
