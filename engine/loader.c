@@ -72,10 +72,17 @@ static bool group_has_room(uint64_t size, const char *base, char *group, const c
   }
 }
 
+uint64_t loader_memory_available(const char *root) {
+  char path[512];
+  snprintf(path, sizeof path, "%s/proc/meminfo", root);
+  uint64_t kb = number_in(path, "MemAvailable:", UINT64_MAX);
+  return kb > UINT64_MAX >> 10 ? UINT64_MAX : kb << 10;
+}
+
 bool loader_has_room(uint64_t size, const char *root) {
   char path[512], line[1024];
-  snprintf(path, sizeof path, "%s/proc/meminfo", root);
-  if (number_in(path, "MemAvailable:", 0) <= (size + SPARE) >> 10)
+  uint64_t available = loader_memory_available(root);
+  if (available == UINT64_MAX || available <= size + SPARE)
     return false;
   snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
   FILE *f = fopen(path, "re");

@@ -24,6 +24,8 @@ pycass_status loader_open(const char *path, pycass_loading loading, pycass_file 
 /* Whether a copy of size bytes fits well, by what the system and the process's control groups have left. root: "", or a
  * folder with another /proc and /sys. */
 bool loader_has_room(uint64_t size, const char *root);
+/* Bytes that the system can give without swapping, by /proc/meminfo; UINT64_MAX where nothing tells. */
+uint64_t loader_memory_available(const char *root);
 pycass_status loader_lock(const pycass_file *file); /* mlock */
 
 #endif

@@ -138,11 +138,22 @@ static pycass_status check_ids(const pycass_session *s, const int32_t *ids, size
   return PYCASS_OK;
 }
 
+/* Refuses n more tokens while there is still memory for what is there. The system is asked now and then, for the tokens until
+ * the next time; encoding makes them smaller later. */
+static pycass_status check_memory(const pycass_session *s, size_t n) {
+  enum { STRIDE = 256 };
+  size_t ahead = round_up(s->n_tokens + n, STRIDE) - s->n_tokens, bytes = kv_plain_bytes(&s->kv, ahead);
+  if (s->n_tokens / STRIDE != (s->n_tokens + n) / STRIDE && loader_memory_available("") < bytes)
+    return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for %zu more tokens behind %zu: their keys and values take %zu MiB", n,
+                     s->n_tokens, bytes >> 20);
+  return PYCASS_OK;
+}
+
 static pycass_status check_room(const pycass_session *s, size_t n) {
   if (s->n_tokens > s->n_ctx || n > s->n_ctx - s->n_tokens)
     return cass_fail(PYCASS_ERR_CONTEXT_FULL, "%zu tokens do not fit: the context holds %u tokens and %zu are used", n,
                      s->n_ctx, s->n_tokens);
-  return PYCASS_OK;
+  return check_memory(s, n);
 }
 
 /* Tokens [pos, pos + n) of the session through the draft or the target; the last n_logits rows of logits. */
@@ -268,6 +279,7 @@ pycass_status pycass_session_prompt(pycass_session *s, const int32_t *ids, size_
     RETURN_IF(pycass_session_trim(s, same));
   }
   s->n_tokens = same;
+  RETURN_IF(check_memory(s, n - same));
   size_t end = max_eval && max_eval < n - same ? same + max_eval : n;
   memcpy(s->tokens + same, ids + same, (end - same) * sizeof *ids);
   s->n_tokens = end;
@@ -401,6 +413,7 @@ pycass_status pycass_session_next(pycass_session *s, pycass_token *out, size_t c
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "nothing to continue: evaluate a prompt first");
   if (s->n_tokens > s->n_ctx)
     return cass_fail(PYCASS_ERR_CONTEXT_FULL, "the context of %u tokens is full", s->n_ctx);
+  RETURN_IF(check_memory(s, SPEC_MAX_GUESS + 1));
   double t0 = now_ms();
   if (s->n_past == s->n_tokens) {
     choose(s, s->logits, out);

@@ -74,6 +74,7 @@ def _cpu_only(ctx, param, value):
     return value
 
 
+_KV_OPTIONS = ("kv", "cache_type_k", "cache_type_v")
 KV_KINDS = ("auto", "raw", "nest", "cass1", "cass2")
 
 
@@ -81,15 +82,15 @@ def _kv(ctx, param, value):
     kind = value and {"bf16": "raw"}.get(value.lower(), value.lower())
     if kind and kind not in KV_KINDS:
         raise click.BadParameter(f"{value!r} is not one of {', '.join(KV_KINDS)}; bf16 is the same as raw")
+    others = {ctx.params.get(name) for name in _KV_OPTIONS} - {None, kind}
+    if kind and others:
+        raise click.BadParameter(f"keys and values are kept alike: {kind} and {others.pop()} exclude each other")
     return kind
 
 
 def kv_of(o):
     """How the KV cache is kept; keys and values alike."""
-    given = {o[name] for name in ("kv", "cache_type_k", "cache_type_v") if o[name]}
-    if len(given) > 1:
-        raise click.UsageError(f"keys and values are kept alike: {' and '.join(sorted(given))} exclude each other")
-    return given.pop() if given else "auto"
+    return next((o[name] for name in _KV_OPTIONS if o[name]), "auto")
 
 
 def _bias(ctx, param, values):

@@ -31,6 +31,8 @@ static void test_room(void) {
   put("/proc/meminfo", "MemTotal: 9000000 kB\nMemAvailable: 4194304 kB\n");
   expect("memory", 3000, true);
   expect("memory", 3600, false);
+  CHECK(loader_memory_available(root) == (uint64_t)4194304 << 10, "MemAvailable");
+  CHECK(loader_memory_available("/no such folder") == UINT64_MAX, "a system that does not tell");
   put("/proc/self/cgroup", "4:cpu:/\n0::/user/one\n");
   expect("no limits", 3000, true);
   put("/sys/fs/cgroup/user/one/memory.max", "max\n");

@@ -7,7 +7,7 @@ from running import each_kernel, each_model, seen
 
 from pycass import Model
 from pycass._pycass import ffi, lib
-from pycass.errors import InvalidArgument, check
+from pycass.errors import InvalidArgument, PycassError, check
 
 KINDS = ("nest", "cass1", "cass2")
 LOSSLESS = ("nest", "cass1")
@@ -185,6 +185,18 @@ def test_auto_encodes_long_contexts_only(tiny_model):
     assert model.kv_stats()["encoded"] == 0
     model.generate(prompt, 40, ignore_eos=True)
     assert model.kv_stats()["encoded"] > 1900
+
+
+def test_more_than_memory_holds(smollm2_cass):
+    """Is refused in words, before anything is computed, and the session goes on."""
+    with Model.load(smollm2_cass, n_ctx=1 << 24) as model:
+        first = model.generate("Once upon a time", 5).token_ids
+        with pytest.raises(PycassError, match="no memory for 16700000 more tokens"):
+            model.generate([5] * 16_700_000, 1)
+        session = Session(model)
+        with pytest.raises(PycassError, match="keys and values take [0-9]+ MiB"):
+            session.append([5] * 16_700_000)
+        assert model.generate("Once upon a time", 5).token_ids == first
 
 
 def test_wrong_kinds(tiny_cass):
