@@ -484,6 +484,41 @@ static void test_state_any_cache(pycass_model *m) {
   pycass_session_free(s);
 }
 
+/* Encoded blocks of keys and values of any bits: the same bits come back, and using them does no harm. */
+static void test_encoded_any_cache(pycass_model *m) {
+  enum { N = 230 };
+  for (int i = 0; i < 12; i++) {
+    pycass_session *s = NULL;
+    pycass_kv kv = i % 3 == 0 ? PYCASS_KV_NEST : i % 3 == 1 ? PYCASS_KV_CASS1 : PYCASS_KV_CASS2;
+    OK(pycass_session_new(m, &(pycass_session_options){.n_ctx = 900, .n_threads = 1 + (uint32_t)i % 2, .kv = kv}, &s));
+    size_t size, n = N, got;
+    for (size_t k = 0; k < n; k++)
+      OK(pycass_session_eval(s, &(int32_t){(int32_t)random_below(70)}, 1, NULL));
+    uint8_t *state = malloc(size = pycass_session_state_size(s)), *back = malloc(size);
+    OK(pycass_session_save_state(s, state, size));
+    for (size_t k = STATE_HEAD + 4 * n; k < size; k++)
+      state[k] = i / 3 == 0 ? (uint8_t)random_u32() : i / 3 == 1 ? 0xff : i / 3 == 2 ? 0 : k % 2 ? 0x7f : 0x80;
+    reseal_state(state, size);
+    OK(load_odd(s, state, size));
+    OK(pycass_session_save_state(s, back, size));
+    CHECK(kv == PYCASS_KV_CASS2 || memcmp(state, back, size) == 0, "kind %d: other bits came back", (int)kv);
+    pycass_kv_stats stats;
+    pycass_session_kv_stats(s, &stats);
+    CHECK(stats.encoded == 192 && stats.plain == N - 192, "%zu of %d positions are encoded", stats.encoded, N);
+    pycass_token t[16];
+    for (int k = 0; k < 8; k++) {
+      OK(pycass_session_eval(s, prompt, 3, NULL));
+      OK(pycass_session_next(s, t, 5, &got));
+    }
+    for (size_t keep = 200; keep > 0; keep -= 50) {
+      OK(pycass_session_trim(s, keep));
+      OK(pycass_session_save_state(s, back, pycass_session_state_size(s)));
+    }
+    free(state), free(back);
+    pycass_session_free(s);
+  }
+}
+
 static void test_state_resumes(pycass_model *m, pycass_model *other) {
   pycass_session *a = new_session(m, 64, 1, 0), *b = new_session(m, 32, 2, 3), *c = new_session(other, 64, 1, 0);
   size_t size, v = n_vocab(m), n;
@@ -613,6 +648,7 @@ static void test_model(int kind, const char *kernel) {
     test_misuse(m);
     test_state_damage(m);
     test_state_any_cache(m);
+    test_encoded_any_cache(m);
     test_state_resumes(m, other);
     pycass_model_free(other);
   }
