@@ -177,7 +177,7 @@ static void embed(const Pass *p, uint32_t i) {
   State *s = p->state;
   float *x = s->x + (size_t)i * s->ld_embd, *cos_sin = s->cos_sin + (size_t)i * c->head_dim;
   const Matrix *rows = &p->model->embedding;
-  if (p->draft && !rows->draft_full)
+  if (p->draft && !rows->draft_full && !matrix_is_cass(rows)) /* a row costs nothing, and pruned it would be missed */
     matrix_row_draft(rows, (uint32_t)p->ids[i], x);
   else
     matrix_row_decode(rows, (uint32_t)p->ids[i], p->model->kernels->nest_decode_tile, x);
