@@ -61,8 +61,37 @@ static void score(const Work *w, uint32_t block) {
   }
 }
 
+/* The same of an encoded block for the draft: a product with int8 scores, by planes A and X alone. */
+static void mix_draft(const Work *w, const Matrix *values, uint32_t block, uint32_t c0, uint32_t c1) {
+  enum { HEADS = 8, MOST = 1024 };
+  const Kernels *kernels = w->p->model->kernels;
+  int8_t q[HEADS * KV_BLOCK];
+  float scale[HEADS], y[HEADS * MOST];
+  int32_t sum[HEADS];
+  for (uint32_t t = 0; t < w->n_token; t++) {
+    AttentionArgs a = args_of(w, t);
+    for (uint32_t h = 0, n; h < w->n_head; h += n) {
+      n = (uint32_t)min_size(HEADS, w->n_head - h);
+      Acts acts = {.q = q, .scale = scale, .sum = sum};
+      kernels->quantize(&acts, a.scores + h * w->ld + block * KV_BLOCK, w->ld, n, 1);
+      kernels->matmul_draft(y, MOST, values, &acts, n, c0 / NEST_ROWS, (c1 + NEST_ROWS - 1) / NEST_ROWS);
+      for (uint32_t i = 0; i < n; i++) {
+        float *out = a.out + (size_t)(h + i) * a.head_dim + c0;
+        if (block == 0)
+          memset(out, 0, (c1 - c0) * sizeof *out);
+        kernels->add(out, y + i * MOST + c0, c1 - c0);
+      }
+    }
+  }
+}
+
 static void mix(const Work *w, uint32_t c0, uint32_t c1) {
   for (uint32_t block = 0; block < pieces(w); block++) {
+    Matrix draft;
+    if (w->p->draft && kv_draft_values(w->p->kv, w->layer, w->kv_head, block, c0, c1, &draft)) {
+      mix_draft(w, &draft, block, c0, c1);
+      continue;
+    }
     KvRows values = rows_of(w, KV_VALUES, block, c0, c1);
     for (uint32_t t = 0; t < w->n_token; t++) {
       AttentionArgs a = args_of(w, t);
@@ -116,10 +145,16 @@ static Share share_of(uint32_t n, uint32_t thread, uint32_t n_threads) {
   return (Share){(uint32_t)((uint64_t)n * thread / n_threads), (uint32_t)((uint64_t)n * (thread + 1) / n_threads)};
 }
 
+/* Columns of a piece of the mix: all of a head, or fewer to give all threads the same. cass blocks are decoded by rows,
+ * whatever columns are wanted. */
+static uint32_t column_width(const KvCache *kv, uint32_t n_threads) {
+  bool whole = kv->codec >= PYCASS_KV_CASS1 || kv->n_head % n_threads == 0;
+  return whole ? kv->head_dim : COLUMNS;
+}
+
 static void attend_together(Work w, uint32_t thread, uint32_t n_threads) {
   const pycass_config *c = &w.p->model->config;
-  /* cass blocks are decoded by rows, whatever columns are wanted */
-  uint32_t width = w.p->kv->codec >= PYCASS_KV_CASS1 ? c->head_dim : COLUMNS, n_column = (c->head_dim + width - 1) / width;
+  uint32_t width = column_width(w.p->kv, n_threads), n_column = (c->head_dim + width - 1) / width;
   w.n_head = group_of(c), w.ld = w.p->state->ld_scores;
   for (w.token = 0; w.token < w.p->n; w.token += TOKENS) {
     w.n_token = (uint32_t)min_size(TOKENS, w.p->n - w.token);

@@ -54,12 +54,11 @@ static inline bool nest_is_relative(const Matrix *w, size_t t) {
 /* Such a tile in relative form. */
 void nest_decode_relative(const Matrix *w, size_t t, TileWords out);
 
-/* A tile with parts left out, as the draft of a KV cache has it: planes A and X only, or those and B. */
-typedef enum NestView { NEST_EXACT, NEST_CELLS, NEST_CELLS_B } NestView;
-/* By nibble, without the sign: the word that a cell stands for in NEST_CELLS, for G = NEST_BIAS; and in NEST_CELLS_B, to which
- * the mantissa bits 5..0 are added where nest_cell_has_low6. */
-extern const uint16_t nest_cell_word[8], nest_cell_base[8];
-enum { NEST_CELL_NO_LOW6 = CELL_SMALL };
+/* A tile exactly, or as the draft of a KV cache has it: by planes A, X and B, without the side part. */
+typedef enum NestView { NEST_EXACT, NEST_DRAFT } NestView;
+/* By cell: the word that it stands for in NEST_DRAFT for G = NEST_BIAS, to which the mantissa bits 5..0 are added, but for
+ * CELL_SMALL. */
+extern const uint16_t nest_cell_base[8];
 void nest_decode_view(const Matrix *w, size_t t, NestView view, TileWords out);
 /* Tiles [t0, t1) of a matrix of one group, transposed: out [64][ld], row r of tile t in column 16 (t - t0) + r. */
 void nest_columns(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld);

@@ -6,9 +6,7 @@
 
 const uint8_t nest_magnitude[8] = {22, 31, 43, 61, 85, 119, 13, 4};
 
-/* The draft's magnitudes as BF16; for NEST_CELLS_B, CELL_EIGHTH is in the middle of what T may be, CELL_SMALL 2^-4. */
-const uint16_t nest_cell_word[8] = {16 << 7 | 33, 16 << 7 | 99, 17 << 7 | 29, 17 << 7 | 95,
-                                    18 << 7 | 27, 18 << 7 | 90, 15 << 7 | 62, 13 << 7 | 106};
+/* CELL_EIGHTH is in the middle of what T may be, CELL_SMALL is 2^-4. */
 const uint16_t nest_cell_base[8] = {16 << 7, 16 << 7 | 64, 17 << 7, 17 << 7 | 64, 18 << 7, 18 << 7 | 64, 15 << 7 | 32, 14 << 7};
 
 enum { MIN_G = 4, MAX_S = 13, Q_ZERO = 0, Q_ESCAPE = 15 };
@@ -353,9 +351,8 @@ void nest_decode_view(const Matrix *m, size_t t, NestView view, TileWords out) {
   for (uint32_t hl = 0; hl < 16; hl++)
     for (uint32_t n = 0; n < 64; n++) {
       uint32_t nibble = m->a[512 * t + 64 * (hl / 2) + n] >> (4 * (hl % 2)) & 15u, cell = nibble & 7u;
-      uint32_t word = nest_cell_word[cell];
-      if (view == NEST_CELLS_B)
-        word = nest_cell_base[cell] + (cell == NEST_CELL_NO_LOW6 ? 0 : get_low6(m->b + 768 * t + 192 * (hl / 4) + n, hl % 4));
+      uint32_t low6 = cell == CELL_SMALL ? 0 : get_low6(m->b + 768 * t + 192 * (hl / 4) + n, hl % 4);
+      uint32_t word = nest_cell_base[cell] + low6;
       word += ((uint32_t)m->x[16 * t + row_of(n)] - NEST_BIAS) << 7;
       out[hl][tile_word(row_of(n), n % 4)] = (uint16_t)((word + ((nibble & 8u) << 12)) & 0xffffu);
     }

@@ -64,7 +64,7 @@ typedef struct Sizes {
   size_t first, rest; /* bounds */
 } Sizes;
 
-static bool is_nest(const KvCache *kv) { return kv->codec == PYCASS_KV_NEST || kv->codec == PYCASS_KV_AUTO; }
+static bool is_nest(const KvCache *kv) { return kv->codec == PYCASS_KV_NEST; }
 static pycass_codec cass_codec(const KvCache *kv) {
   return kv->codec == PYCASS_KV_CASS2 ? PYCASS_CODEC_CASS2 : PYCASS_CODEC_CASS1;
 }
@@ -104,10 +104,7 @@ static size_t unit_draft_bytes(const KvCache *kv, int which, Sizes s) {
 }
 
 bool kv_due(const KvCache *kv, uint32_t n) {
-  enum { AUTO_FROM = 2048 };
-  if (kv->codec == PYCASS_KV_RAW || (kv->codec == PYCASS_KV_AUTO && n < AUTO_FROM))
-    return false;
-  return n >= kv->encoded + KV_BLOCK + KV_PLAIN;
+  return kv->codec != PYCASS_KV_RAW && n >= kv->encoded + KV_BLOCK + KV_PLAIN;
 }
 
 bool kv_encode(KvCache *kv, uint32_t layer) {
@@ -177,6 +174,26 @@ static void cass_rows(const Matrix *m, const Kernels *kernels, uint16_t *out, si
   }
 }
 
+/* Fetches what will be read of the next block's tiles [t0, t1): blocks lie anywhere, which hardware does not foresee. */
+static void prefetch_next(const KvCache *kv, uint32_t layer, uint32_t head, int which, uint32_t block, bool draft, size_t t0,
+                          size_t t1) {
+  if (++block >= kv->encoded / KV_BLOCK)
+    return;
+  const uint8_t *data = kv->block[(size_t)block * kv->n_layer + layer].data, *entry = data + 8 * unit_of(head, which);
+  const uint8_t *first = data + load_u32(entry), *side = data + load_u32(entry + 4);
+  Matrix m = nest_unit(kv, first, side);
+  for (const uint8_t *p = m.x; p < m.a; p += CASS_ALIGN)
+    __builtin_prefetch(p, 0, 2);
+  for (const uint8_t *p = m.a + 512 * t0; p < m.a + 512 * t1; p += CASS_ALIGN)
+    __builtin_prefetch(p, 0, 2);
+  if (draft && which == KV_VALUES)
+    return;
+  for (const uint8_t *p = m.b + 768 * t0; p < m.b + 768 * t1; p += CASS_ALIGN)
+    __builtin_prefetch(p, 0, 2);
+  for (size_t i = 0; !draft && i < 180 * (t1 - t0); i += CASS_ALIGN)
+    __builtin_prefetch(side + 4 * n_tile(kv) + 180 * t0 + i, 0, 2); /* a record has about 180 bytes */
+}
+
 KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32_t head, int which, uint32_t block, bool draft,
                uint32_t c0, uint32_t c1, uint16_t *scratch) {
   if (block >= kv->encoded / KV_BLOCK || block == kv->exposed) {
@@ -188,14 +205,24 @@ KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32
   size_t stride = round_up(kv->head_dim, NEST_ROWS);
   if (is_nest(kv)) {
     Matrix m = nest_unit(kv, first, rest);
-    NestView view = !draft ? NEST_EXACT : which == KV_KEYS ? NEST_CELLS_B : NEST_CELLS;
-    kernels->nest_columns(&m, c0 / NEST_ROWS, (c1 + NEST_ROWS - 1) / NEST_ROWS, view, scratch, stride);
+    size_t t0 = c0 / NEST_ROWS, t1 = (c1 + NEST_ROWS - 1) / NEST_ROWS;
+    prefetch_next(kv, layer, head, which, block, draft, t0, t1);
+    kernels->nest_columns(&m, t0, t1, draft ? NEST_DRAFT : NEST_EXACT, scratch, stride);
     return (KvRows){scratch, stride};
   }
   Matrix m = matrix_shape(cass_codec(kv), KV_BLOCK, kv->head_dim);
   m.spec = first, m.ver = draft ? NULL : rest;
   cass_rows(&m, kernels, scratch, stride);
   return (KvRows){scratch + c0, stride};
+}
+
+bool kv_draft_values(const KvCache *kv, uint32_t layer, uint32_t head, uint32_t block, uint32_t c0, uint32_t c1, Matrix *out) {
+  if (!is_nest(kv) || block >= kv->encoded / KV_BLOCK || block == kv->exposed)
+    return false;
+  const uint8_t *data = kv->block[(size_t)block * kv->n_layer + layer].data, *entry = data + 8 * unit_of(head, KV_VALUES);
+  *out = nest_unit(kv, data + load_u32(entry), NULL);
+  prefetch_next(kv, layer, head, KV_VALUES, block, true, c0 / NEST_ROWS, (c1 + NEST_ROWS - 1) / NEST_ROWS);
+  return true;
 }
 
 void kv_round(const KvCache *kv, uint16_t *row) {

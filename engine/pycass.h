@@ -212,7 +212,7 @@ typedef struct pycass_session pycass_session;
 
 /* How older keys and values are kept (docs/format.md, "Blocks of the KV cache"). */
 typedef enum pycass_kv {
-  PYCASS_KV_AUTO,  /* nest, once the context is long enough to pay */
+  PYCASS_KV_AUTO,  /* raw; nest if a whole context would take more than half of the memory that is available */
   PYCASS_KV_RAW,   /* BF16 */
   PYCASS_KV_NEST,  /* lossless, about .7 of BF16; the draft reads less than half */
   PYCASS_KV_CASS1, /* lossless, the paper's Cassandra-1; slow in software */

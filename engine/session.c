@@ -64,6 +64,8 @@ static pycass_status start(pycass_session *s, const pycass_session_options *o) {
   if ((unsigned)codec > PYCASS_KV_CASS2)
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "no such kind of KV cache: %d", (int)codec);
   RETURN_IF(kv_init(&s->kv, c, s->n_ctx, codec));
+  if (codec == PYCASS_KV_AUTO) /* encoded, attention takes longer on CPUs: only where memory may become short */
+    s->kv.codec = kv_plain_bytes(&s->kv, s->n_ctx) > loader_memory_available("") / 2 ? PYCASS_KV_NEST : PYCASS_KV_RAW;
   RETURN_IF(state_init(&s->state, s->model, s->n_batch, LOGITS_ROWS, s->n_ctx, threads));
   RETURN_IF(sampler_init(&s->sampler, s->model->kernels, c->n_token));
   s->tokens = cass_alloc(((size_t)s->n_ctx + 1) * sizeof *s->tokens);

@@ -276,18 +276,6 @@ static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size
 
 /* ---- blocks of a KV cache ----------------------------------------------------------------------------- */
 
-/* As nest_decode_view for a half line of a view without side data. low6: NULL for NEST_CELLS. */
-ALWAYS_INLINE void view_half_line(__m512i nibble, const __m512i *low6, __m512i low_table, __m512i high_table,
-                                  const __m512i group[2], __m512i out[2]) {
-  __m512i low = _mm512_shuffle_epi8(low_table, nibble), high = _mm512_shuffle_epi8(high_table, nibble);
-  if (low6) {
-    const __m512i mask = _mm512_broadcast_i32x4(_mm_setr_epi8(63, 63, 63, 63, 63, 63, 63, 0, 63, 63, 63, 63, 63, 63, 63, 0));
-    low = _mm512_add_epi8(low, _mm512_and_si512(*low6, _mm512_shuffle_epi8(mask, nibble)));
-  }
-  out[0] = _mm512_add_epi16(_mm512_unpacklo_epi8(low, high), group[0]);
-  out[1] = _mm512_add_epi16(_mm512_unpackhi_epi8(low, high), group[1]);
-}
-
 /* Four columns of 16 words each, of a half line. */
 ALWAYS_INLINE void store_columns(__m512i w0, __m512i w1, uint16_t *out, size_t ld) {
   /* row r, column c: word tile_word(r, c); 32 and up are of w1 */
@@ -302,30 +290,30 @@ ALWAYS_INLINE void store_columns(__m512i w0, __m512i w1, uint16_t *out, size_t l
   _mm256_storeu_si256((__m256i *)(out + 6 * ld), _mm512_extracti64x4_epi64(c23, 1));
 }
 
-static void view_columns(const Matrix *w, size_t t, NestView view, uint16_t *out, size_t ld) {
-  const uint16_t *word = view == NEST_CELLS ? nest_cell_word : nest_cell_base;
-  uint8_t tables[2][16];
+/* As nest_decode_view, NEST_DRAFT. */
+static __attribute__((noinline)) void view_columns(const Matrix *w, size_t t, uint16_t *out, size_t ld) {
+  static const uint8_t has_low6[16] = {63, 63, 63, 63, 63, 63, 63, 0, 63, 63, 63, 63, 63, 63, 63, 0};
+  uint8_t base[2][16];
   for (int i = 0; i < 16; i++)
-    tables[0][i] = (uint8_t)word[i & 7], tables[1][i] = (uint8_t)(word[i & 7] >> 8 | (i & 8) << 4);
-  const __m512i low = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tables[0]));
-  const __m512i high = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)tables[1]));
-  const __m512i nibbles = _mm512_set1_epi8(15);
-  __m512i group[2], words[2];
+    base[0][i] = (uint8_t)nest_cell_base[i & 7], base[1][i] = (uint8_t)(nest_cell_base[i & 7] >> 8 | (i & 8) << 4);
+  const __m512i low = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)base[0]));
+  const __m512i high = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)base[1]));
+  const __m512i mask = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)has_low6)), nibbles = _mm512_set1_epi8(15);
+  __m512i group[2];
   group_words(w, t, group);
   const uint8_t *a = w->a + 512 * t, *b = w->b + 768 * t;
   for (size_t i = 0; i < 4; i++, b += 192) {
-    __m512i v[4] = {nibbles, nibbles, nibbles, nibbles}, low6[4] = {nibbles};
+    __m512i v[4], low6[4] = {_mm512_loadu_si512(b), _mm512_loadu_si512(b + 64), _mm512_loadu_si512(b + 128)};
+    low6[3] = fourth_low6(low6);
     for (size_t j = 0; j < 2; j++) {
       __m512i line = _mm512_loadu_si512(a + 64 * (2 * i + j));
       v[2 * j] = _mm512_and_si512(line, nibbles), v[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), nibbles);
     }
-    if (view == NEST_CELLS_B) {
-      low6[0] = _mm512_loadu_si512(b), low6[1] = _mm512_loadu_si512(b + 64), low6[2] = _mm512_loadu_si512(b + 128);
-      low6[3] = fourth_low6(low6);
-    }
     for (size_t hl = 0; hl < 4; hl++) {
-      view_half_line(v[hl], view == NEST_CELLS_B ? &low6[hl] : NULL, low, high, group, words);
-      store_columns(words[0], words[1], out + (8 * (2 * i + hl / 2) + hl % 2) * ld, ld);
+      __m512i bits = _mm512_and_si512(low6[hl], _mm512_shuffle_epi8(mask, v[hl]));
+      __m512i l = _mm512_add_epi8(_mm512_shuffle_epi8(low, v[hl]), bits), h = _mm512_shuffle_epi8(high, v[hl]);
+      store_columns(_mm512_add_epi16(_mm512_unpacklo_epi8(l, h), group[0]),
+                    _mm512_add_epi16(_mm512_unpackhi_epi8(l, h), group[1]), out + (8 * (2 * i + hl / 2) + hl % 2) * ld, ld);
     }
   }
 }
@@ -333,10 +321,10 @@ static void view_columns(const Matrix *w, size_t t, NestView view, uint16_t *out
 static void set_nest_columns(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld) {
   for (size_t t = t0; t < t1; t++, out += NEST_ROWS) {
     if (view != NEST_EXACT) {
-      view_columns(w, t, view, out, ld);
+      view_columns(w, t, out, ld);
       continue;
     }
-    _Alignas(64) TileWords tile;
+    _Alignas(64) TileWords tile; /* straight from registers it is slower: decoding needs them all */
     set_nest_decode_tile(w, t, tile);
     for (size_t hl = 0; hl < 16; hl++)
       store_columns(_mm512_load_si512(tile[hl]), _mm512_load_si512(tile[hl] + 32), out + (8 * (hl / 2) + hl % 2) * ld, ld);

@@ -11,7 +11,7 @@
 
 enum { VECTORS = LANES / V_WIDTH, SCORES = 4 };
 /* Heads that read a key or a value together, as registers allow. */
-enum { SCORE_HEADS = V_WIDTH == 16 ? 4 : 1, MIX_HEADS = V_WIDTH == 16 ? 2 : 1 };
+enum { SCORE_HEADS = V_WIDTH == 16 ? 4 : 1, MIX_HEADS = V_WIDTH == 16 ? 6 : 4, MIX_VECTORS = 2 };
 
 ALWAYS_INLINE V simd_exp(V x) { /* ops_exp */
   V clamped = V_MAX(V_SET1(-87.0f), x), magic = V_SET1(12582912.0f);
@@ -141,34 +141,40 @@ static void simd_softmax(float *s, uint32_t n) { /* ops_softmax */
 /* n vectors of columns, from `at` on, of the output of n_head heads, in registers over all positions. */
 ALWAYS_INLINE void simd_mix_n(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n_pos,
                               uint32_t head, uint32_t at, const int n, const int n_head) {
-  V sum[MIX_HEADS][8];
+  V sum[MIX_HEADS][MIX_VECTORS];
   float *out = a->out + (size_t)head * a->head_dim + at;
   for (int h = 0; h < n_head; h++)
     for (int i = 0; i < n; i++)
       sum[h][i] = pos ? V_LOAD(out + (size_t)h * a->head_dim + i * V_WIDTH) : V_SET1(0.0f);
   const float *scores = a->scores + head * a->ld_scores + pos;
-  for (uint32_t p = 0; p < n_pos; p++, v += stride)
-    for (int i = 0; i < n; i++) {
-      V x = V_BF16(v + i * V_WIDTH);
-      for (int h = 0; h < n_head; h++)
-        sum[h][i] = V_FMA(V_SET1(scores[(size_t)h * a->ld_scores + p]), x, sum[h][i]);
+  for (uint32_t p = 0; p < n_pos; p++, v += stride) {
+    V x[MIX_VECTORS];
+    for (int i = 0; i < n; i++)
+      x[i] = V_BF16(v + i * V_WIDTH);
+    for (int h = 0; h < n_head; h++) {
+      V score = V_SET1(scores[(size_t)h * a->ld_scores + p]);
+      for (int i = 0; i < n; i++)
+        sum[h][i] = V_FMA(score, x[i], sum[h][i]);
     }
+  }
   for (int h = 0; h < n_head; h++)
     for (int i = 0; i < n; i++)
       V_STORE(out + (size_t)h * a->head_dim + i * V_WIDTH, sum[h][i]);
 }
 
-ALWAYS_INLINE void simd_mix_heads(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n,
-                                  uint32_t head, uint32_t c0, uint32_t c1, const int n_head) {
-  uint32_t c = c0;
-  for (; c + 8 * V_WIDTH <= c1; c += 8 * V_WIDTH)
-    simd_mix_n(a, v + (c - c0), stride, pos, n, head, c, 8, n_head);
-  for (; c + 4 * V_WIDTH <= c1; c += 4 * V_WIDTH)
-    simd_mix_n(a, v + (c - c0), stride, pos, n, head, c, 4, n_head);
-  for (; c + 2 * V_WIDTH <= c1; c += 2 * V_WIDTH)
-    simd_mix_n(a, v + (c - c0), stride, pos, n, head, c, 2, n_head);
-  for (; c < c1; c += V_WIDTH)
-    simd_mix_n(a, v + (c - c0), stride, pos, n, head, c, 1, n_head);
+ALWAYS_INLINE void simd_mix_vectors(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n_pos,
+                                    uint32_t at, const int n) {
+  for (uint32_t h = 0, left; (left = a->n_head - h) > 0; h += left < MIX_HEADS ? left : MIX_HEADS)
+    switch (left) {
+    case 1: simd_mix_n(a, v, stride, pos, n_pos, h, at, n, 1); break;
+    case 2: simd_mix_n(a, v, stride, pos, n_pos, h, at, n, 2); break;
+    case 3: simd_mix_n(a, v, stride, pos, n_pos, h, at, n, 3); break;
+    case 4: simd_mix_n(a, v, stride, pos, n_pos, h, at, n, 4); break;
+    case 5:
+      simd_mix_n(a, v, stride, pos, n_pos, h, at, n, MIX_HEADS < 5 ? MIX_HEADS : 5);
+      break;
+    default: simd_mix_n(a, v, stride, pos, n_pos, h, at, n, MIX_HEADS);
+    }
 }
 
 static void simd_mix(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n, uint32_t c0,
@@ -177,11 +183,11 @@ static void simd_mix(const AttentionArgs *a, const uint16_t *v, size_t stride, u
     ops_mix(a, v, stride, pos, n, c0, c1);
     return;
   }
-  uint32_t h = 0;
-  for (; h + MIX_HEADS <= a->n_head; h += MIX_HEADS)
-    simd_mix_heads(a, v, stride, pos, n, h, c0, c1, MIX_HEADS);
-  for (; h < a->n_head; h++)
-    simd_mix_heads(a, v, stride, pos, n, h, c0, c1, 1);
+  uint32_t c = c0;
+  for (; c + MIX_VECTORS * V_WIDTH <= c1; c += MIX_VECTORS * V_WIDTH)
+    simd_mix_vectors(a, v + (c - c0), stride, pos, n, c, MIX_VECTORS);
+  for (; c < c1; c += V_WIDTH)
+    simd_mix_vectors(a, v + (c - c0), stride, pos, n, c, 1);
 }
 
 static void simd_scores(const AttentionArgs *a, const uint16_t *k, size_t stride, uint32_t pos, uint32_t n) {
@@ -191,10 +197,19 @@ static void simd_scores(const AttentionArgs *a, const uint16_t *k, size_t stride
     return;
   }
   for (; p + SCORES <= n; p += SCORES) {
-    for (h = 0; h + SCORE_HEADS <= a->n_head; h += SCORE_HEADS)
-      simd_scores_n(a, k + p * stride, stride, h, pos + p, SCORE_HEADS);
-    for (; h < a->n_head; h++)
-      simd_scores_n(a, k + p * stride, stride, h, pos + p, 1);
+    for (h = 0; h < a->n_head;) {
+      uint32_t left = a->n_head - h, n_head = left == 5 || left == 6 ? 3 : left < SCORE_HEADS ? left : SCORE_HEADS;
+      n_head = n_head < SCORE_HEADS ? n_head : SCORE_HEADS;
+      switch (n_head) {
+      case 1: simd_scores_n(a, k + p * stride, stride, h, pos + p, 1); break;
+#if V_WIDTH == 16
+      case 2: simd_scores_n(a, k + p * stride, stride, h, pos + p, 2); break;
+      case 3: simd_scores_n(a, k + p * stride, stride, h, pos + p, 3); break;
+      default: simd_scores_n(a, k + p * stride, stride, h, pos + p, SCORE_HEADS);
+#endif
+      }
+      h += n_head;
+    }
   }
   ops_scores(a, k + p * stride, stride, pos + p, n - p);
 }

@@ -143,7 +143,7 @@ class Model:
         faster; None: map it and, if there is room, move it to huge pages in the background.
         rope_scaling: replaces the file's, in transformers' terms: {"rope_type": "yarn", "factor": 4.0, ...}.
         kv: how older keys and values are kept: "raw" (BF16), "nest" (lossless), "cass1" (lossless, slow), "cass2"
-        (near-lossless, slow); "auto": nest once the context is long.
+        (near-lossless, slow); "auto": raw, or nest if n_ctx tokens would take more than half of the memory available.
         draft_full: names of tensors that the draft reads as the target does, * and ? standing for others (fnmatch).
         settings: what `pycass tune` chose (a file, or pycass.settings.Settings): its draft_full is added, and its draft_max
         is what generate() takes if it is not told. The file must be of its codec.

@@ -137,7 +137,7 @@ model = stack(
            help="Only 0: this version computes on the CPU."),
     option("--kv", default=None, callback=_kv, metavar="TYPE",
            help="How older keys and values are kept: raw (BF16), nest (lossless, smaller), cass1 (lossless, slow), cass2 "
-                "(near-lossless, slow), auto (nest once the context is long). Default: auto."),
+                "(near-lossless, slow), auto (raw, or nest where a full context would take half of the memory). Default: auto."),
     option("-ctk", "--cache-type-k", default=None, callback=_kv, metavar="TYPE", help="The same as --kv."),
     option("-ctv", "--cache-type-v", default=None, callback=_kv, metavar="TYPE", help="The same as --kv."),
     option("--no-warmup", is_flag=True, help="Accepted; there is no warm-up to skip."),

@@ -337,7 +337,7 @@ static void check_columns(const Kernels *k, int kind, uint32_t n_channel, bool t
   CHECK(size <= nest_columns_bound(tiles), "%s: %zu bytes", kind_name[kind], size);
   Matrix w = matrix_shape(PYCASS_CODEC_NEST, n_channel, 64);
   w.a = a, w.x = x, w.b = b, w.side = side;
-  for (int view = NEST_EXACT; view <= NEST_CELLS_B; view++)
+  for (int view = NEST_EXACT; view <= NEST_DRAFT; view++)
     for (size_t t0 = 0; t0 < tiles; t0++) {
       nest_columns(&w, t0, tiles, (NestView)view, want, ld);
       k->nest_columns(&w, t0, tiles, (NestView)view, got, ld);

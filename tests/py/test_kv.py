@@ -178,13 +178,13 @@ def test_bytes(tiny_model):
     assert model.generate(text("llama3_rope", 20), 5, ignore_eos=True).usage.kv_bytes == 24 * plain
 
 
-def test_auto_encodes_long_contexts_only(tiny_model):
-    model = tiny_model("llama3_rope", n_ctx=2048 + 200)
-    prompt = text("llama3_rope", 2040)
-    model.generate(prompt, 4, ignore_eos=True)
-    assert model.kv_stats()["encoded"] == 0
-    model.generate(prompt, 40, ignore_eos=True)
-    assert model.kv_stats()["encoded"] > 1900
+def test_auto_encodes_where_memory_could_become_short(smollm2_cass):
+    prompt = "Once upon a time there was a clockmaker. " * 30
+    encoded = []
+    for n_ctx in (600, 1 << 24):
+        with Model.load(smollm2_cass, n_ctx=n_ctx) as model:
+            encoded.append((model.generate(prompt, 5).token_ids, model.kv_stats()["encoded"]))
+    assert encoded[0][0] == encoded[1][0] and encoded[0][1] == 0 and encoded[1][1] > 100
 
 
 def test_more_than_memory_holds(smollm2_cass):
