@@ -117,12 +117,16 @@ def codec(shape: Shape, name: str, bits: float, cache_bits: float = 16.0) -> Sch
     return Scheme(name, shape.matrix_weights * bits / 8 + 2 * shape.vector_weights, shape.kv_values * cache_bits / 8)
 
 
-def schemes(shape: Shape, draft: Shape | None, codecs: dict[str, float]) -> list[Scheme]:
-    """All schemes of a model: BF16, a draft model if there is one, EAGLE-3, and each codec {name: bits per weight},
-    first with the BF16 cache that this engine keeps, and the paper's with a cache that is coded as its weights are."""
+def schemes(shape: Shape, draft: Shape | None, codecs: dict[str, float], caches: dict[str, float] | None = None) -> list[Scheme]:
+    """All schemes of a model: BF16, a draft model if there is one, EAGLE-3, each codec {name: bits per weight}, with a BF16
+    cache and, if caches {name: bits per value} has it, with one that is encoded by the same codec; and what the paper
+    stores, with a cache that is coded as its weights are."""
     found = [plain(shape), *([separate(shape, draft)] if draft else []), eagle(shape)]
-    found += [codec(shape, name, bits) for name, bits in codecs.items()]
-    return [*found, codec(shape, "cass1, paper, cache coded too", PAPER_BITS, PAPER_BITS)]
+    for name, bits in codecs.items():
+        found.append(codec(shape, name, bits))
+        if name in (caches or {}):
+            found.append(codec(shape, f"{name}, cache too", bits, caches[name]))
+    return [*found, codec(shape, "the paper's", PAPER_BITS, PAPER_BITS)]
 
 
 def shape_of(config, name: str, qkv_bias: bool = False) -> Shape:

@@ -21,6 +21,8 @@ from .prompts import DEVELOPMENT
 
 VERSION = 1
 SPEED_PROMPTS = 2  # of the development prompts, for measured speed
+CACHES = ("nest", "cass1", "cass2")
+CACHE_TOKENS = 512
 POINT_SECONDS = 90  # after which no further answer is compared
 GAMMA = 5  # draft length of measured and ideal speed, the paper's for Cassandra-1
 
@@ -192,6 +194,8 @@ def run(plan: Plan, console) -> Path:
     try:
         if not folder.rows("tensors.csv"):
             folder.keep_rows("tensors.csv", tensors(plan.model, console))
+        if not folder.rows("cache.csv"):
+            folder.keep_rows("cache.csv", caches(plan, folder, console))
         _measure(plan, folder, console)
     finally:
         console.status("")
@@ -199,6 +203,28 @@ def run(plan: Plan, console) -> Path:
             _keep_memory(plan, folder)
             path = study_report.write(folder, plan, console)
     return path
+
+
+def caches(plan, folder, console) -> list[dict]:
+    """A row for each way to keep the cache that encodes it: bits per value, and those that the draft reads, of older
+    positions. Measured on the answers, one behind the other."""
+    from .model import Model
+
+    _require_texts(plan, folder, console)
+    ids = [i for t in folder.texts for i in t.prompt + t.answer][:CACHE_TOKENS]
+    with CassFile(plan.model) as f:
+        values = 2 * f.config.n_layer * f.config.n_head_kv * f.config.head_dim
+    rows = []
+    for kv in CACHES:
+        console.status(f"cache as {kv}")
+        with Model.load(plan.model, n_ctx=CACHE_TOKENS, kv=kv, threads=plan.threads, kernel=plan.kernel, mmap=True) as m:
+            m.logits(ids, len(ids) - 1)
+            s = m.kv_stats()
+        if s["encoded"]:  # else the texts are too short
+            n = s["encoded"] * values
+            rows.append({"cache": kv, "positions": s["encoded"], "bits": 8 * s["encoded_bytes"] / n,
+                         "draft_bits": 8 * s["draft_bytes"] / n})  # fmt: skip
+    return rows
 
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(?:.*\.)?(\w+)\.weight")
@@ -245,14 +271,19 @@ def calibrated(path, folder, console):
         yield made
 
 
-def _measure(plan, folder, console):
+def _require_texts(plan, folder, console):
+    """The model's answers to the development prompts; made if the folder has none."""
     from .model import Model
 
-    options = {"threads": plan.threads, "kernel": plan.kernel, "mmap": False}  # read before anything is measured
     if not folder.texts:
         console.note(f"the model answers {len(DEVELOPMENT)} development prompts")
-        with Model.load(plan.model, **options) as m:
+        with Model.load(plan.model, threads=plan.threads, kernel=plan.kernel) as m:
             folder.keep_texts(probe.answers(m, list(DEVELOPMENT.values()), plan.tokens))
+
+
+def _measure(plan, folder, console):
+    _require_texts(plan, folder, console)
+    options = {"threads": plan.threads, "kernel": plan.kernel, "mmap": False}  # read before anything is measured
     todo, rows = points(plan.grid), folder.rows("points.csv")
     done = {row["point"] for row in rows}
     left = [p for p in todo if p.name not in done]
@@ -326,7 +357,7 @@ def _speed(model, texts, n, agreement, owed) -> dict:
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
-TYPICAL_BITS = {"cass1": memory.PAPER_BITS, "nest": 11.2}  # of the whole model, where the study has measured none
+TYPICAL_BITS = {"nest": 11.2, "cass1": 11.2}  # of the whole model, where the study has measured none
 
 
 def _keep_memory(plan, folder):
@@ -335,9 +366,10 @@ def _keep_memory(plan, folder):
         biased = "model.layers.0.self_attn.q_proj.bias" in f.tensors
         local = memory.shape_of(f.config, plan.name, biased)
     bits = dict(TYPICAL_BITS) | codec_bits(folder.rows("points.csv"))
+    cached = {r["cache"]: float(r["bits"]) for r in folder.rows("cache.csv")}
     rows = []
     for shape, draft in (*memory.MODELS, (local, None)):
-        for s in memory.schemes(shape, draft, bits):
+        for s in memory.schemes(shape, draft, bits, cached):
             rows.append({"model": shape.name, "scheme": s.name, "fixed_bytes": round(s.fixed), "bytes_per_token": s.per_token}
                         | {f"tokens_{b}_GB": s.longest(b * memory.GB) for b in memory.BUDGETS})  # fmt: skip
     folder.keep_rows("memory.csv", rows)

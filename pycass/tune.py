@@ -116,7 +116,7 @@ class Figures:
         return (theory.tokens_of_prefixes(self.prefixes, length) - 1) / length
 
     def worth(self, objective: str) -> float:
-        """Predicted tokens a second; or the paper's J, per gigabit, with the engine's BF16 cache of CONTEXT tokens."""
+        """Predicted tokens a second; or the paper's J, per gigabit, with a BF16 cache of CONTEXT tokens."""
         if objective == "speed":
             return self.tps(self.best_length)
         length = min(GAMMA, len(self.prefixes) - 1)

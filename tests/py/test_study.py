@@ -89,15 +89,26 @@ def test_a_study_and_its_continuation(plan, copies, tmp_path):
     path = study.run(plan(), Console())
     text = path.read_text()
     folder = sorted(os.listdir(tmp_path / "report"))
-    assert folder == ["memory.csv", "points.csv", "ratios.csv", "report.md", "study.json", "tensors.csv"]
+    assert folder == ["cache.csv", "memory.csv", "points.csv", "ratios.csv", "report.md", "study.json", "tensors.csv"]
     assert len(copies) == 32 and "| nest bias" in text and "(10 tokens each, 20 positions;" in text
-    for words in ("## Exponents", "## Acceptance", "## Speed", "## Memory", "EAGLE-3", "| tiny |", "11.59", "assumed: cass1 13.9"):
+    for words in ("## Exponents", "## Acceptance", "## Speed", "## Memory", "EAGLE-3", "| tiny |", "11.59", "assumed: cass1 11.2"):
         assert words in text
     assert "| cass1 prune" not in text and "Every target gave the model's own token" in text and "No plots" not in text
     del copies[:]
     again = study.run(plan(), Console())
     assert len(copies) == 23 and {a["codec"] for a in copies} == {"cass1", "cass2"}  # only what was left out
     assert again.read_text() == text
+
+
+def test_the_cache_is_measured(plan, copies):
+    study.run(plan(tokens=100, budget=1e-9), Console())
+    rows = {r["cache"]: r for r in study.Folder(plan().folder, {}).rows("cache.csv")}
+    assert list(rows) == ["nest", "cass1", "cass2"] and {r["positions"] for r in rows.values()} == {192}
+    assert all(4 < r["draft_bits"] < r["bits"] for r in rows.values())
+    memory_rows = study.Folder(plan().folder, {}).rows("memory.csv")
+    own = {r["scheme"]: r for r in memory_rows if r["model"] == "tiny"}
+    ratio = own["nest, cache too"]["bytes_per_token"] / own["nest"]["bytes_per_token"]
+    assert ratio == pytest.approx(rows["nest"]["bits"] / 16) and "nest, cache too" in (plan().folder / "report.md").read_text()
 
 
 def test_rows_say_what_was_measured(plan, copies):

@@ -119,9 +119,11 @@ def test_bias_and_tying_count():
 
 def test_schemes_of_a_model():
     found = memory.schemes(TINY, TINY, {"nest": 11})
-    assert [s.name for s in found] == ["BF16", "draft model (tiny)", "EAGLE-3", "nest", "cass1, paper, cache coded too"]
+    assert [s.name for s in found] == ["BF16", "draft model (tiny)", "EAGLE-3", "nest", "the paper's"]
     assert len(memory.schemes(TINY, None, {})) == 3
     assert found[3].per_token == found[0].per_token > found[4].per_token
+    both = memory.schemes(TINY, None, {"nest": 11, "c": 10}, {"nest": 12.0})
+    assert [s.name for s in both[2:]] == ["nest", "nest, cache too", "c", "the paper's"] and both[3].per_token == 36
 
 
 def test_the_papers_ratios():
