@@ -137,14 +137,6 @@ static Work with_head(Work w, uint32_t kv_head) {
   return w;
 }
 
-typedef struct Share {
-  uint32_t from, to;
-} Share;
-
-static Share share_of(uint32_t n, uint32_t thread, uint32_t n_threads) {
-  return (Share){(uint32_t)((uint64_t)n * thread / n_threads), (uint32_t)((uint64_t)n * (thread + 1) / n_threads)};
-}
-
 /* Columns of a piece of the mix: all of a head, or fewer to give all threads the same. cass blocks are decoded by rows,
  * whatever columns are wanted. */
 static uint32_t column_width(const KvCache *kv, uint32_t n_threads) {
@@ -158,19 +150,19 @@ static void attend_together(Work w, uint32_t thread, uint32_t n_threads) {
   w.n_head = group_of(c), w.ld = w.p->state->ld_scores;
   for (w.token = 0; w.token < w.p->n; w.token += TOKENS) {
     w.n_token = (uint32_t)min_size(TOKENS, w.p->n - w.token);
-    Share s = share_of(c->n_head_kv * pieces(&w), thread, n_threads);
+    Range s = share(c->n_head_kv * pieces(&w), thread, n_threads);
     for (uint32_t i = s.from; i < s.to; i++) {
       Work one = with_head(w, i / pieces(&w));
       score(&one, i % pieces(&w));
     }
     pool_barrier(w.p->pool);
-    s = share_of(c->n_head * w.n_token, thread, n_threads);
+    s = share(c->n_head * w.n_token, thread, n_threads);
     for (uint32_t i = s.from; i < s.to; i++) {
       Work one = with_head(w, i / w.n_token / w.n_head);
       soften(&one, i % w.n_token, i / w.n_token % w.n_head);
     }
     pool_barrier(w.p->pool);
-    s = share_of(c->n_head_kv * n_column, thread, n_threads);
+    s = share(c->n_head_kv * n_column, thread, n_threads);
     for (uint32_t i = s.from; i < s.to; i++) {
       Work one = with_head(w, i / n_column);
       uint32_t c0 = i % n_column * width;

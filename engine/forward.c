@@ -65,14 +65,6 @@ void state_free(State *s) {
 
 /* ---- dividing work ------------------------------------------------------------------------------ */
 
-typedef struct Range {
-  uint32_t from, to;
-} Range;
-
-static Range share(uint32_t n, uint32_t thread, uint32_t n_threads) {
-  return (Range){(uint32_t)((uint64_t)n * thread / n_threads), (uint32_t)((uint64_t)n * (thread + 1) / n_threads)};
-}
-
 /* A product that this pass owes: y = W x for m tokens. */
 typedef struct Product {
   const Matrix *w;

@@ -6,6 +6,15 @@
 #include "model.h"
 #include "threads.h"
 
+/* What a thread has of n pieces of work. */
+typedef struct Range {
+  uint32_t from, to;
+} Range;
+
+static inline Range share(uint32_t n, uint32_t thread, uint32_t n_threads) {
+  return (Range){(uint32_t)((uint64_t)n * thread / n_threads), (uint32_t)((uint64_t)n * (thread + 1) / n_threads)};
+}
+
 /* Working memory of a pass. A leading dimension is the width rounded up to 64; what lies in the padding does not matter. */
 typedef struct State {
   uint32_t n_batch;       /* most tokens of a pass */
