@@ -63,7 +63,7 @@ static void score(const Work *w, uint32_t block) {
 
 /* The same of an encoded block for the draft: a product with int8 scores, by planes A and X alone. */
 static void mix_draft(const Work *w, const Matrix *values, uint32_t block, uint32_t c0, uint32_t c1) {
-  enum { HEADS = 8, MOST = 1024 };
+  enum { HEADS = 8, MOST = KV_HEAD_MOST };
   const Kernels *kernels = w->p->model->kernels;
   int8_t q[HEADS * KV_BLOCK];
   float scale[HEADS], y[HEADS * MOST];
@@ -172,13 +172,41 @@ static void attend_together(Work w, uint32_t thread, uint32_t n_threads) {
   }
 }
 
+/* ---- tokens that do not see each other ------------------------------------------------------------ */
+
+/* One after the other, each with its own key and value in the cache for that time. */
+static void attend_alone(Work w, uint32_t thread, uint32_t n_threads) {
+  const pycass_config *c = &w.p->model->config;
+  size_t row = c->head_dim * sizeof(uint16_t);
+  uint16_t key[KV_HEAD_MOST], value[KV_HEAD_MOST];
+  w.n_head = group_of(c), w.ld = w.p->state->ld_scores, w.n_token = 1;
+  for (uint32_t kv_head = thread; kv_head < c->n_head_kv; kv_head += n_threads)
+    for (w.token = 0; w.token < w.p->n; w.token++) {
+      Work one = with_head(w, kv_head);
+      uint16_t *k = w.p->kv->k + kv_at(w.p->kv, w.layer, kv_head, w.p->pos + w.token);
+      uint16_t *v = w.p->kv->v + kv_at(w.p->kv, w.layer, kv_head, w.p->pos + w.token);
+      memcpy(key, k, row), memcpy(value, v, row);
+      size_t own = (size_t)w.token * w.p->state->ld_kv + kv_head * c->head_dim;
+      kv_put(w.p->kv, w.p->model->kernels, w.layer, kv_head, w.p->pos + w.token, w.p->state->k + own, w.p->state->v + own);
+      for (uint32_t block = 0; block < pieces(&one); block++)
+        score(&one, block);
+      for (uint32_t head = 0; head < one.n_head; head++)
+        soften(&one, 0, head);
+      mix(&one, 0, c->head_dim);
+      memcpy(k, key, row), memcpy(v, value, row);
+    }
+}
+
 void attend(const Pass *p, uint32_t layer, uint32_t thread, uint32_t n_threads) {
   State *s = p->state;
   Work w = {.p = p, .layer = layer, .scores = s->scores, .scratch = s->kv_rows + (size_t)thread * KV_BLOCK * s->ld_head};
-  if (p->pos + p->n > LITTLE) {
+  if (!p->apart && p->pos + p->n > LITTLE) {
     attend_together(w, thread, n_threads);
     return;
   }
-  attend_apart(w, thread, n_threads);
+  if (p->apart)
+    attend_alone(w, thread, n_threads);
+  else
+    attend_apart(w, thread, n_threads);
   pool_barrier(p->pool);
 }

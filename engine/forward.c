@@ -216,12 +216,8 @@ static void finish_qkv(const Pass *p, uint32_t i, const Layer *l, uint32_t layer
   norm_heads(p, k, c->n_head_kv, l->k_norm);
   kernels->rope(q, c->n_head, c->head_dim, cos_sin);
   kernels->rope(k, c->n_head_kv, c->head_dim, cos_sin);
-  for (uint32_t h = 0; h < c->n_head_kv; h++) {
-    size_t at = kv_at(p->kv, layer, h, p->pos + i);
-    kernels->to_bf16(p->kv->k + at, k + (size_t)h * c->head_dim, c->head_dim);
-    kernels->to_bf16(p->kv->v + at, v + (size_t)h * c->head_dim, c->head_dim);
-    kv_round(p->kv, p->kv->k + at), kv_round(p->kv, p->kv->v + at);
-  }
+  for (uint32_t h = 0; h < c->n_head_kv && !p->apart; h++)
+    kv_put(p->kv, kernels, layer, h, p->pos + i, k + (size_t)h * c->head_dim, v + (size_t)h * c->head_dim);
 }
 
 /* gate = silu(gate) * up for a range of column groups of one token */

@@ -45,6 +45,7 @@ typedef struct Pass {
   Pool *pool;
   uint32_t n_threads;
   bool draft;             /* read speculation data only */
+  bool apart;             /* a token's own keys and values are its pass's, all before it the cache's, which stays as it is */
   const int32_t *ids;     /* [n], each below n_vocab */
   uint32_t n;             /* 1 .. state.n_batch */
   uint32_t pos;           /* of ids[0]; the cache holds everything before it */
@@ -52,7 +53,7 @@ typedef struct Pass {
   double *sum, *square;   /* [pycass_model_n_channel]: every token's activations are added; NULL. Then n_logits = 0 */
 } Pass;
 
-/* Writes keys and values of the n tokens at pos .. pos + n - 1. */
+/* Writes keys and values of the n tokens at pos .. pos + n - 1, unless apart. */
 void forward(const Pass *pass);
 
 #endif

@@ -225,15 +225,17 @@ bool kv_draft_values(const KvCache *kv, uint32_t layer, uint32_t head, uint32_t 
   return true;
 }
 
-void kv_round(const KvCache *kv, uint16_t *row) {
+void kv_put(KvCache *kv, const Kernels *kernels, uint32_t layer, uint32_t head, uint32_t pos, const float *k, const float *v) {
+  uint16_t *key = kv->k + kv_at(kv, layer, head, pos), *value = kv->v + kv_at(kv, layer, head, pos);
+  kernels->to_bf16(key, k, kv->head_dim), kernels->to_bf16(value, v, kv->head_dim);
   if (kv->codec == PYCASS_KV_CASS2)
-    pycass_cass2_round(row, 1, kv->head_dim);
+    pycass_cass2_round(key, 1, kv->head_dim), pycass_cass2_round(value, 1, kv->head_dim);
 }
 
 /* Decodes rows [from, to) of an encoded block of a head, exact, into out [..][head_dim]. */
 static void exact_rows(const KvCache *kv, uint32_t layer, uint32_t head, int which, uint32_t from, uint32_t to, uint16_t *out) {
   static const Kernels scalar = {.nest_columns = nest_columns, .cass_next_tile = cass_next_tile};
-  uint16_t scratch[KV_BLOCK * 1024]; /* format.c: head_dim is at most 1024 */
+  uint16_t scratch[KV_BLOCK * KV_HEAD_MOST];
   KvRows r = kv_rows(kv, &scalar, layer, head, which, from / KV_BLOCK, false, 0, kv->head_dim, scratch);
   for (uint32_t p = from; p < to; p++, out += kv->head_dim)
     memcpy(out, r.row + (p % KV_BLOCK) * r.stride, kv->head_dim * sizeof *out);

@@ -7,6 +7,7 @@
 #include "kernels.h"
 
 enum { KV_BLOCK = 64, KV_PLAIN = 32 }; /* positions of a block; of the newest ones that stay plain, at least */
+enum { KV_HEAD_MOST = 1024 };          /* format.c: the largest head_dim */
 
 /* One layer's part of a block: for each head its keys, then its values, and where they begin. */
 typedef struct KvBlock {
@@ -42,8 +43,9 @@ static inline size_t kv_read_bytes(const KvCache *kv, size_t n, bool draft) {
   return kv_bytes(kv, n) - (draft ? kv->encoded_bytes - kv->encoded_draft_bytes : 0);
 }
 
-/* What keys and values become before they are written: those of cass2 lose bits, the same ones wherever a block begins. */
-void kv_round(const KvCache *kv, uint16_t *row);
+/* Writes a position's key and value of a head, [head_dim] each, as BF16; those of cass2 lose bits, the same ones wherever a block
+ * begins. */
+void kv_put(KvCache *kv, const Kernels *kernels, uint32_t layer, uint32_t head, uint32_t pos, const float *k, const float *v);
 
 /* Whether the first n positions hold another block to encode. */
 bool kv_due(const KvCache *kv, uint32_t n);

@@ -21,7 +21,6 @@ struct pycass_session {
   size_t n_tokens;     /* known */
   size_t n_past;       /* evaluated: in the cache; n_tokens or n_tokens - 1 */
   const float *logits; /* of the last evaluated token; NULL: not there */
-  uint8_t *kv_row;     /* one position of the cache, put aside by eval_draft */
   Sampler sampler;
   Policy policy;
   bool record;
@@ -69,8 +68,7 @@ static pycass_status start(pycass_session *s, const pycass_session_options *o) {
   RETURN_IF(state_init(&s->state, s->model, s->n_batch, LOGITS_ROWS, s->n_ctx, threads));
   RETURN_IF(sampler_init(&s->sampler, s->model->kernels, c->n_token));
   s->tokens = cass_alloc(((size_t)s->n_ctx + 1) * sizeof *s->tokens);
-  s->kv_row = cass_alloc(kv_plain_bytes(&s->kv, 1));
-  if (!s->tokens || !s->kv_row)
+  if (!s->tokens)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for a session");
   pycass_speculation speculation = pycass_speculation_default();
   policy_init(&s->policy, &speculation, s->model->has_draft);
@@ -98,7 +96,7 @@ void pycass_session_free(pycass_session *s) {
   kv_free(&s->kv);
   state_free(&s->state);
   sampler_free(&s->sampler);
-  cass_free(s->tokens), cass_free(s->kv_row);
+  cass_free(s->tokens);
   free(s);
 }
 
@@ -159,19 +157,22 @@ static pycass_status check_room(const pycass_session *s, size_t n) {
 }
 
 /* Tokens [pos, pos + n) of the session through the draft or the target; the last n_logits rows of logits. */
+static Pass pass_of(pycass_session *s, size_t pos, size_t n, size_t n_logits) {
+  return (Pass){.model = s->model,
+                .state = &s->state,
+                .kv = &s->kv,
+                .pool = s->pool,
+                .ids = s->tokens + pos,
+                .n = (uint32_t)n,
+                .pos = (uint32_t)pos,
+                .n_logits = (uint32_t)n_logits};
+}
+
 static void run(pycass_session *s, bool draft, size_t pos, size_t n, size_t n_logits, uint32_t n_threads) {
-  Pass pass = {.model = s->model,
-               .state = &s->state,
-               .kv = &s->kv,
-               .pool = s->pool,
-               .n_threads = n_threads,
-               .draft = draft,
-               .ids = s->tokens + pos,
-               .n = (uint32_t)n,
-               .pos = (uint32_t)pos,
-               .n_logits = (uint32_t)n_logits,
-               .sum = draft ? NULL : s->sum,
-               .square = s->square};
+  Pass pass = pass_of(s, pos, n, n_logits);
+  pass.draft = draft, pass.n_threads = n_threads;
+  if (!draft)
+    pass.sum = s->sum, pass.square = s->square;
   forward(&pass);
 }
 
@@ -254,12 +255,14 @@ pycass_status pycass_session_eval_draft(pycass_session *s, const int32_t *ids, s
   RETURN_IF(append(s, ids, n));
   size_t first = s->n_tokens - n;
   advance(s, s->n_tokens, NULL);
-  for (size_t i = 0; i < n; i++, logits += n_vocab) {
-    kv_expose(&s->kv, (uint32_t)(first + i) / KV_BLOCK);
-    kv_save(&s->kv, (uint32_t)(first + i), 1, s->kv_row);
-    run(s, true, first + i, 1, 1, s->n_threads);
-    kv_restore(&s->kv, (uint32_t)(first + i), 1, s->kv_row);
-    memcpy(logits, logits_row(s, 0), n_vocab * sizeof *logits);
+  for (size_t i = first, some; i < s->n_tokens; i += some) { /* of one block of the cache */
+    some = min_size(min_size(s->n_tokens - i, KV_BLOCK - i % KV_BLOCK), min_size(s->n_batch, LOGITS_ROWS));
+    kv_expose(&s->kv, (uint32_t)i / KV_BLOCK);
+    Pass pass = pass_of(s, i, some, some);
+    pass.draft = pass.apart = true, pass.n_threads = s->n_threads_batch;
+    forward(&pass);
+    for (size_t row = 0; row < some; row++, logits += n_vocab)
+      memcpy(logits, logits_row(s, row), n_vocab * sizeof *logits);
   }
   kv_hide(&s->kv);
   s->logits = NULL; /* the draft's are there now */

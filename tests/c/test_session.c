@@ -177,9 +177,12 @@ static void test_batches(pycass_model *m, bool few) {
   int32_t ids[N];
   for (int i = 0; i < N; i++)
     ids[i] = (int32_t)random_below((uint32_t)v);
-  float *want = malloc(N * v * sizeof *want), *got = malloc(N * v * sizeof *got);
+  float *want = malloc(N * v * sizeof *want), *got = malloc(N * v * sizeof *got), *draft = malloc(N * v * sizeof *draft);
   pycass_session *s = new_session(m, N, 1, 0);
   OK(pycass_session_eval(s, ids, N, want));
+  OK(pycass_session_trim(s, 0));
+  for (size_t i = 0; i < N; i++)
+    OK(pycass_session_eval_draft(s, ids + i, 1, draft + i * v));
   pycass_session_free(s);
   static const uint32_t batch[] = {1, 7, 33, 512};
   for (int i = 0; i < (few ? 4 : 8); i++) {
@@ -193,12 +196,13 @@ static void test_batches(pycass_model *m, bool few) {
     CHECK(memcmp(want, got, N * v * sizeof *want) == 0, "%u threads, batch %u: other logits", threads, batch[i % 4]);
     OK(pycass_session_trim(s, 0));
     OK(pycass_session_eval_draft(s, ids, N, got)); /* the cache must stay the target's */
+    CHECK(memcmp(draft, got, N * v * sizeof *got) == 0, "%u threads, batch %u: other drafts", threads, batch[i % 4]);
     OK(pycass_session_trim(s, N - 1));
     OK(pycass_session_eval(s, ids + N - 1, 1, got));
     CHECK(memcmp(want + (N - 1) * v, got, v * sizeof *got) == 0, "the draft changed the cache");
     pycass_session_free(s);
   }
-  free(want), free(got);
+  free(want), free(got), free(draft);
 }
 
 /* ---- bookkeeping ------------------------------------------------------------------------------------- */
