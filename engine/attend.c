@@ -51,8 +51,21 @@ static KvRows rows_of(const Work *w, int which, uint32_t block, uint32_t c0, uin
   return kv_rows(w->p->kv, w->p->model->kernels, w->layer, w->kv_head, which, block, w->p->draft, c0, c1, w->scratch);
 }
 
+static bool draft_unit(const Work *w, int which, uint32_t block, uint32_t c0, uint32_t c1, Matrix *out) {
+  return w->p->draft && kv_draft_unit(w->p->kv, w->layer, w->kv_head, which, block, c0, c1, out);
+}
+
 static void score(const Work *w, uint32_t block) {
-  KvRows keys = rows_of(w, KV_KEYS, block, 0, w->p->model->config.head_dim);
+  uint32_t head_dim = w->p->model->config.head_dim;
+  Matrix draft;
+  if (draft_unit(w, KV_KEYS, block, 0, head_dim, &draft)) { /* seen by all: it is older than the pass */
+    for (uint32_t t = 0; t < w->n_token; t++) {
+      AttentionArgs a = args_of(w, t);
+      w->p->model->kernels->scores_draft(&a, &draft, block * KV_BLOCK);
+    }
+    return;
+  }
+  KvRows keys = rows_of(w, KV_KEYS, block, 0, head_dim);
   for (uint32_t t = 0; t < w->n_token; t++) {
     AttentionArgs a = args_of(w, t);
     uint32_t n = in_block(w, t, block);
@@ -88,7 +101,7 @@ static void mix_draft(const Work *w, const Matrix *values, uint32_t block, uint3
 static void mix(const Work *w, uint32_t c0, uint32_t c1) {
   for (uint32_t block = 0; block < pieces(w); block++) {
     Matrix draft;
-    if (w->p->draft && kv_draft_values(w->p->kv, w->layer, w->kv_head, block, c0, c1, &draft)) {
+    if (draft_unit(w, KV_VALUES, block, c0, c1, &draft)) {
       mix_draft(w, &draft, block, c0, c1);
       continue;
     }

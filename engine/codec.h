@@ -54,14 +54,12 @@ static inline bool nest_is_relative(const Matrix *w, size_t t) {
 /* Such a tile in relative form. */
 void nest_decode_relative(const Matrix *w, size_t t, TileWords out);
 
-/* A tile exactly, or as the draft of a KV cache has it: by planes A, X and B, without the side part. */
-typedef enum NestView { NEST_EXACT, NEST_DRAFT } NestView;
-/* By cell: the word that it stands for in NEST_DRAFT for G = NEST_BIAS, to which the mantissa bits 5..0 are added, but for
- * CELL_SMALL. */
-extern const uint16_t nest_cell_base[8];
-void nest_decode_view(const Matrix *w, size_t t, NestView view, TileWords out);
+/* Keys of a KV cache as its draft takes them, by planes A, X and B: row r of a matrix of one group is its sign and magnitude, by
+ * cell and mantissa bits 5..2, times 2^(G - 127 - 6). */
+extern const uint8_t nest_key_magnitude[8][16];
+void nest_key_row(const Matrix *w, uint32_t row, int8_t out[NEST_COLS]);
 /* Tiles [t0, t1) of a matrix of one group, transposed: out [64][ld], row r of tile t in column 16 (t - t0) + r. */
-void nest_columns(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld);
+void nest_columns(const Matrix *w, size_t t0, size_t t1, uint16_t *out, size_t ld);
 /* The other way round: channels [16 n_tile] of 64 positions v [64][stride], those past n_channel zero, as n_tile tiles with one
  * side part (offsets and records, no zeros at the end). top: group exponents are always the largest. Returns the side part's
  * size, at most nest_columns_bound(n_tile). */

@@ -6,8 +6,16 @@
 
 const uint8_t nest_magnitude[8] = {22, 31, 43, 61, 85, 119, 13, 4};
 
-/* CELL_EIGHTH is in the middle of what T may be, CELL_SMALL is 2^-4. */
-const uint16_t nest_cell_base[8] = {16 << 7, 16 << 7 | 64, 17 << 7, 17 << 7 | 64, 18 << 7, 18 << 7 | 64, 15 << 7 | 32, 14 << 7};
+/* The middle of the values with that cell and mantissa bits 5..2; CELL_EIGHTH's is in the middle of what T may be, too. */
+const uint8_t nest_key_magnitude[8][16] = {
+    {16, 17, 17, 18, 18, 19, 19, 20, 20, 21, 21, 22, 22, 23, 23, 24},
+    {24, 25, 25, 26, 26, 27, 27, 28, 28, 29, 29, 30, 30, 31, 31, 32},
+    {32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47},
+    {48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63},
+    {65, 67, 69, 71, 73, 75, 77, 79, 81, 83, 85, 87, 89, 91, 93, 95},
+    {97, 99, 101, 103, 105, 107, 109, 111, 113, 115, 117, 119, 121, 123, 125, 127},
+    {10, 10, 11, 11, 11, 11, 12, 12, 12, 12, 13, 13, 13, 13, 14, 14},
+    {4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4}};
 
 enum { MIN_G = 4, MAX_S = 13, Q_ZERO = 0, Q_ESCAPE = 15 };
 const uint8_t nest_exponent[8] = {16, 16, 17, 17, 18, 18, 15, 0}, nest_bit6[8] = {0, 1, 0, 1, 0, 1, 0, 0};
@@ -343,18 +351,13 @@ void nest_decode_relative(const Matrix *m, size_t t, TileWords out) {
   decode_tile(m, t, group, out);
 }
 
-void nest_decode_view(const Matrix *m, size_t t, NestView view, TileWords out) {
-  if (view == NEST_EXACT) {
-    nest_decode_tile(m, t, out);
-    return;
-  }
+void nest_key_row(const Matrix *m, uint32_t row, int8_t out[NEST_COLS]) {
+  size_t t = row / NEST_ROWS;
   for (uint32_t hl = 0; hl < 16; hl++)
-    for (uint32_t n = 0; n < 64; n++) {
-      uint32_t nibble = m->a[512 * t + 64 * (hl / 2) + n] >> (4 * (hl % 2)) & 15u, cell = nibble & 7u;
-      uint32_t low6 = cell == CELL_SMALL ? 0 : get_low6(m->b + 768 * t + 192 * (hl / 4) + n, hl % 4);
-      uint32_t word = nest_cell_base[cell] + low6;
-      word += ((uint32_t)m->x[16 * t + row_of(n)] - NEST_BIAS) << 7;
-      out[hl][tile_word(row_of(n), n % 4)] = (uint16_t)((word + ((nibble & 8u) << 12)) & 0xffffu);
+    for (uint32_t n = 4 * (row % NEST_ROWS), i = 0; i < 4; n++, i++) {
+      uint32_t nibble = m->a[512 * t + 64 * (hl / 2) + n] >> (4 * (hl % 2)) & 15u;
+      int magnitude = nest_key_magnitude[nibble & 7u][get_low6(m->b + 768 * t + 192 * (hl / 4) + n, hl % 4) >> 2];
+      out[col_of(hl / 2, n, hl % 2)] = (int8_t)(nibble & 8u ? -magnitude : magnitude);
     }
 }
 
@@ -371,10 +374,10 @@ static inline uint16_t tile_at(TileWords tile, uint32_t r, uint32_t k) {
   return tile[k / 8 * 2 + k % 2][tile_word(r, k % 8 / 2)];
 }
 
-void nest_columns(const Matrix *m, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld) {
+void nest_columns(const Matrix *m, size_t t0, size_t t1, uint16_t *out, size_t ld) {
   for (size_t t = t0; t < t1; t++, out += NEST_ROWS) {
     TileWords tile;
-    nest_decode_view(m, t, view, tile);
+    nest_decode_tile(m, t, tile);
     for (uint32_t k = 0; k < NEST_COLS; k++)
       for (uint32_t r = 0; r < NEST_ROWS; r++)
         out[k * ld + r] = tile_at(tile, r, k);

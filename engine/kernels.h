@@ -71,6 +71,8 @@ typedef struct AttentionArgs {
   float *out;          /* [n_head][head_dim] */
 } AttentionArgs;
 
+enum { KEY_MOST_G = 191, KEY_DIM_MOST = 256, QUERY_MOST = 32512 };
+
 typedef struct Kernels {
   const char *name;
   /* Tile t of a nest matrix to exact bits, as nest_decode_tile. */
@@ -112,7 +114,12 @@ typedef struct Kernels {
   void (*softmax)(float *scores, uint32_t n);
   void (*mix)(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n, uint32_t c0, uint32_t c1);
   /* Blocks of a KV cache, as in codec.h. */
-  void (*nest_columns)(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld);
+  void (*nest_columns)(const Matrix *w, size_t t0, size_t t1, uint16_t *out, size_t ld);
+  /* Scores of the 64 positions from pos on for the draft, by the speculation data of their keys w, [head_dim][64] with all
+   * G <= KEY_MOST_G, head_dim <= KEY_DIM_MOST (codec.h, nest_key_row). Of a head let u[c] = q[c] 2^(G[c] - 127),
+   * n[c] = rint(u[c] * (32512 / max|u|)), 0 where max|u| = 0; then s = (float)(sum over c of n[c] key[c])
+   * * (max|u| / (32512 * 64)) * scale. */
+  void (*scores_draft)(const AttentionArgs *a, const Matrix *w, uint32_t pos);
   float (*max)(const float *x, size_t n);                     /* n >= 1; NaN is ignored, -inf if all are */
   float (*sum_exp)(const float *x, size_t n, float shift);    /* sum of e^(x - shift), shift >= max(x) */
 } Kernels;

@@ -206,8 +206,8 @@ KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32
   if (is_nest(kv)) {
     Matrix m = nest_unit(kv, first, rest);
     size_t t0 = c0 / NEST_ROWS, t1 = (c1 + NEST_ROWS - 1) / NEST_ROWS;
-    prefetch_next(kv, layer, head, which, block, draft, t0, t1);
-    kernels->nest_columns(&m, t0, t1, draft ? NEST_DRAFT : NEST_EXACT, scratch, stride);
+    prefetch_next(kv, layer, head, which, block, false, t0, t1);
+    kernels->nest_columns(&m, t0, t1, scratch, stride);
     return (KvRows){scratch, stride};
   }
   Matrix m = matrix_shape(cass_codec(kv), KV_BLOCK, kv->head_dim);
@@ -216,13 +216,22 @@ KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32
   return (KvRows){scratch + c0, stride};
 }
 
-bool kv_draft_values(const KvCache *kv, uint32_t layer, uint32_t head, uint32_t block, uint32_t c0, uint32_t c1, Matrix *out) {
+/* Whether the draft's product of scores can take a block's keys. */
+static bool moderate(const KvCache *kv, const uint8_t *group) {
+  uint8_t most = 0;
+  for (uint32_t c = 0; c < kv->head_dim; c++)
+    most = group[c] > most ? group[c] : most;
+  return most <= KEY_MOST_G && kv->head_dim <= KEY_DIM_MOST;
+}
+
+bool kv_draft_unit(const KvCache *kv, uint32_t layer, uint32_t head, int which, uint32_t block, uint32_t c0, uint32_t c1,
+                   Matrix *out) {
   if (!is_nest(kv) || block >= kv->encoded / KV_BLOCK || block == kv->exposed)
     return false;
-  const uint8_t *data = kv->block[(size_t)block * kv->n_layer + layer].data, *entry = data + 8 * unit_of(head, KV_VALUES);
+  const uint8_t *data = kv->block[(size_t)block * kv->n_layer + layer].data, *entry = data + 8 * unit_of(head, which);
   *out = nest_unit(kv, data + load_u32(entry), NULL);
-  prefetch_next(kv, layer, head, KV_VALUES, block, true, c0 / NEST_ROWS, (c1 + NEST_ROWS - 1) / NEST_ROWS);
-  return true;
+  prefetch_next(kv, layer, head, which, block, true, c0 / NEST_ROWS, (c1 + NEST_ROWS - 1) / NEST_ROWS);
+  return which == KV_VALUES || moderate(kv, out->x);
 }
 
 void kv_put(KvCache *kv, const Kernels *kernels, uint32_t layer, uint32_t head, uint32_t pos, const float *k, const float *v) {

@@ -64,8 +64,10 @@ typedef struct KvRows {
 KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32_t head, int which, uint32_t block, bool draft,
                uint32_t c0, uint32_t c1, uint16_t *scratch);
 
-/* A block's values for a draft's product of columns [c0, c1): true if they are nest, and the matrix [head_dim][KV_BLOCK]. */
-bool kv_draft_values(const KvCache *kv, uint32_t layer, uint32_t head, uint32_t block, uint32_t c0, uint32_t c1, Matrix *out);
+/* The same of a nest block for a draft that multiplies without decoding: the matrix [head_dim][KV_BLOCK]. False if the block is
+ * not such a one; then kv_rows has it. */
+bool kv_draft_unit(const KvCache *kv, uint32_t layer, uint32_t head, int which, uint32_t block, uint32_t c0, uint32_t c1,
+                   Matrix *out);
 
 /* Keeps the first n positions: of a block that n cuts, plain. */
 void kv_trim(KvCache *kv, uint32_t n);

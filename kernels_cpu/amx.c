@@ -159,4 +159,5 @@ const Kernels kernels_amx = {.name = "amx",
                              .cass_next_tile = set_cass_next_tile,
                              .matmul = amx_matmul,
                              .matmul_draft = set_matmul_draft,
+                             .scores_draft = set_scores_draft,
                              SIMD_OPS_TABLE};

@@ -648,4 +648,5 @@ const Kernels kernels_avx2 = {.name = "avx2",
                               .cass_next_tile = set_cass_next_tile,
                               .matmul = set_matmul,
                               .matmul_draft = set_matmul_draft,
+                              .scores_draft = ops_scores_draft,
                               SIMD_OPS_TABLE};

@@ -276,6 +276,12 @@ static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size
 
 /* ---- blocks of a KV cache ----------------------------------------------------------------------------- */
 
+enum { DRAFT_HEADS = 3 }; /* that read a block's keys together, as registers allow */
+static const uint8_t key_order[64] = {0, 4, 8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
+                                      1, 5, 9,  13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61,
+                                      2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62,
+                                      3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47, 51, 55, 59, 63};
+
 /* Four columns of 16 words each, of a half line. */
 ALWAYS_INLINE void store_columns(__m512i w0, __m512i w1, uint16_t *out, size_t ld) {
   /* row r, column c: word tile_word(r, c); 32 and up are of w1 */
@@ -290,40 +296,113 @@ ALWAYS_INLINE void store_columns(__m512i w0, __m512i w1, uint16_t *out, size_t l
   _mm256_storeu_si256((__m256i *)(out + 6 * ld), _mm512_extracti64x4_epi64(c23, 1));
 }
 
-/* As nest_decode_view, NEST_DRAFT. */
-static __attribute__((noinline)) void view_columns(const Matrix *w, size_t t, uint16_t *out, size_t ld) {
-  static const uint8_t has_low6[16] = {63, 63, 63, 63, 63, 63, 63, 0, 63, 63, 63, 63, 63, 63, 63, 0};
-  uint8_t base[2][16];
-  for (int i = 0; i < 16; i++)
-    base[0][i] = (uint8_t)nest_cell_base[i & 7], base[1][i] = (uint8_t)(nest_cell_base[i & 7] >> 8 | (i & 8) << 4);
-  const __m512i low = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)base[0]));
-  const __m512i high = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)base[1]));
-  const __m512i mask = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)has_low6)), nibbles = _mm512_set1_epi8(15);
-  __m512i group[2];
-  group_words(w, t, group);
-  const uint8_t *a = w->a + 512 * t, *b = w->b + 768 * t;
-  for (size_t i = 0; i < 4; i++, b += 192) {
-    __m512i v[4], low6[4] = {_mm512_loadu_si512(b), _mm512_loadu_si512(b + 64), _mm512_loadu_si512(b + 128)};
-    low6[3] = fourth_low6(low6);
-    for (size_t j = 0; j < 2; j++) {
-      __m512i line = _mm512_loadu_si512(a + 64 * (2 * i + j));
-      v[2 * j] = _mm512_and_si512(line, nibbles), v[2 * j + 1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), nibbles);
+/* Keys of a block as the draft takes them, plus 128, [half line][tile]: of four positions 16 channels each. */
+ALWAYS_INLINE void draft_keys(const Matrix *w, uint32_t n_tile, uint8_t *out) {
+  const __m512i to_positions = constant(_mm512_loadu_si512(key_order));
+  const __m512i first = constant(_mm512_xor_si512(_mm512_loadu_si512(nest_key_magnitude), _mm512_set1_epi8((char)0x80)));
+  const __m512i second = constant(_mm512_xor_si512(_mm512_loadu_si512(nest_key_magnitude[4]), _mm512_set1_epi8((char)0x80)));
+  const __m512i low4 = constant8(15);
+  for (size_t t = 0; t < n_tile; t++)
+    for (size_t i = 0; i < 4; i++) {
+      const uint8_t *a = w->a + 512 * t + 128 * i, *b = w->b + 768 * t + 192 * i;
+      __m512i low6[4] = {_mm512_loadu_si512(b), _mm512_loadu_si512(b + 64), _mm512_loadu_si512(b + 128)};
+      low6[3] = fourth_low6(low6);
+      for (size_t hl = 0; hl < 4; hl++) {
+        __m512i line = _mm512_loadu_si512(a + 64 * (hl / 2));
+        __m512i index = SELECT(low4, _mm512_srli_epi16(low6[hl], 2), hl % 2 ? line : _mm512_slli_epi16(line, 4));
+        __m512i key = _mm512_permutex2var_epi8(first, index, second);
+        key = _mm512_mask_sub_epi8(key, _mm512_movepi8_mask(index), _mm512_setzero_si512(), key);
+        _mm512_store_si512(out + 64 * ((4 * i + hl) * n_tile + t), _mm512_permutexvar_epi8(to_positions, key));
+      }
     }
-    for (size_t hl = 0; hl < 4; hl++) {
-      __m512i bits = _mm512_and_si512(low6[hl], _mm512_shuffle_epi8(mask, v[hl]));
-      __m512i l = _mm512_add_epi8(_mm512_shuffle_epi8(low, v[hl]), bits), h = _mm512_shuffle_epi8(high, v[hl]);
-      store_columns(_mm512_add_epi16(_mm512_unpacklo_epi8(l, h), group[0]),
-                    _mm512_add_epi16(_mm512_unpackhi_epi8(l, h), group[1]), out + (8 * (2 * i + hl / 2) + hl % 2) * ld, ld);
+}
+
+/* Heads' queries for one block (ops_query): 16 channels of each tile, n = 256 high + low. */
+typedef struct DraftQuery {
+  _Alignas(16) int8_t high[KEY_DIM_MOST], low[KEY_DIM_MOST];
+  int32_t sum; /* of n */
+  float scale;
+} DraftQuery;
+
+static void draft_query(DraftQuery *out, const AttentionArgs *a, uint32_t h, const Matrix *w) {
+  __m512 u[KEY_DIM_MOST / 16], tops = _mm512_setzero_ps();
+  uint32_t n_tile = (a->head_dim + 15) / 16;
+  for (uint32_t t = 0; t < n_tile; t++) {
+    __mmask16 there = (__mmask16)(0xffffu >> (a->head_dim - 16 * t < 16 ? 16 - (a->head_dim - 16 * t) : 0));
+    __m512 q = _mm512_maskz_loadu_ps(there, a->q + (size_t)h * a->head_dim + 16 * t);
+    __m512i g = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->x + 16 * t)));
+    u[t] = _mm512_maskz_mul_ps(there, q, _mm512_castsi512_ps(_mm512_slli_epi32(g, 23)));
+    tops = _mm512_max_ps(_mm512_abs_ps(u[t]), tops);
+  }
+  float top = _mm512_reduce_max_ps(tops), inverse = top > 0 ? (float)QUERY_MOST / top : 0.0f;
+  inverse = inverse > 3e38f ? 0.0f : inverse;
+  const __m512 magic = _mm512_set1_ps(12582912.0f), least = _mm512_set1_ps(-(float)QUERY_MOST);
+  __m512i total = _mm512_setzero_si512();
+  for (uint32_t t = 0; t < n_tile; t++) {
+    __m512 r = _mm512_sub_ps(_mm512_add_ps(_mm512_mul_ps(u[t], _mm512_set1_ps(inverse)), magic), magic);
+    __m512i n = _mm512_cvttps_epi32(_mm512_max_ps(r, least)); /* NaN: least */
+    total = _mm512_add_epi32(total, n);
+    __m512i high = _mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8);
+    _mm_store_si128((__m128i *)(out->high + 16 * t), _mm512_cvtepi32_epi8(high));
+    _mm_store_si128((__m128i *)(out->low + 16 * t), _mm512_cvtepi32_epi8(n));
+  }
+  out->sum = _mm512_reduce_add_epi32(total), out->scale = top * (1.0f / (QUERY_MOST * 64));
+}
+
+/* Of a line's two half lines: sums of each position's four partial sums, in the order of positions. */
+ALWAYS_INLINE __m256i key_sums(__m512i even, __m512i odd) {
+  __m512i s = _mm512_add_epi32(_mm512_unpacklo_epi32(even, odd), _mm512_unpackhi_epi32(even, odd));
+  s = _mm512_add_epi32(s, _mm512_shuffle_epi32(s, _MM_PERM_BADC));
+  return _mm512_castsi512_si256(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 0, 2, 4, 6), s));
+}
+
+ALWAYS_INLINE void scores_draft_n(const AttentionArgs *a, const uint8_t *keys, const DraftQuery *q, uint32_t n_tile,
+                                  uint32_t pos, uint32_t head, const int n) {
+  for (size_t line = 0; line < 8; line++) {
+    __m512i high[2][DRAFT_HEADS], low[2][DRAFT_HEADS];
+    for (int h = 0; h < n; h++)
+      for (int i = 0; i < 2; i++)
+        high[i][h] = low[i][h] = _mm512_setzero_si512();
+    for (uint32_t t = 0; t < n_tile; t++) {
+      __m512i even = _mm512_load_si512(keys + 64 * (2 * line * n_tile + t));
+      __m512i odd = _mm512_load_si512(keys + 64 * ((2 * line + 1) * n_tile + t));
+      for (int h = 0; h < n; h++) {
+        __m512i qh = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(q[h].high + 16 * t)));
+        __m512i ql = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(q[h].low + 16 * t)));
+        high[0][h] = _mm512_dpbusd_epi32(high[0][h], even, qh), low[0][h] = _mm512_dpbusd_epi32(low[0][h], even, ql);
+        high[1][h] = _mm512_dpbusd_epi32(high[1][h], odd, qh), low[1][h] = _mm512_dpbusd_epi32(low[1][h], odd, ql);
+      }
+    }
+    for (int h = 0; h < n; h++) {
+      __m512i even = _mm512_add_epi32(_mm512_slli_epi32(high[0][h], 8), low[0][h]);
+      __m512i odd = _mm512_add_epi32(_mm512_slli_epi32(high[1][h], 8), low[1][h]);
+      __m256i sum = _mm256_sub_epi32(key_sums(even, odd), _mm256_set1_epi32(128 * q[h].sum));
+      __m256 s = _mm256_mul_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(q[h].scale)), _mm256_set1_ps(a->scale));
+      _mm256_storeu_ps(a->scores + (head + (size_t)h) * a->ld_scores + pos + 8 * line, s);
     }
   }
 }
 
-static void set_nest_columns(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld) {
-  for (size_t t = t0; t < t1; t++, out += NEST_ROWS) {
-    if (view != NEST_EXACT) {
-      view_columns(w, t, out, ld);
-      continue;
+/* As ops_scores_draft. With 128 added the keys are unsigned bytes, as dpbusd wants them; the sum of n takes it off again. */
+static void set_scores_draft(const AttentionArgs *a, const Matrix *w, uint32_t pos) {
+  _Alignas(64) uint8_t keys[KEY_DIM_MOST * NEST_COLS];
+  uint32_t n_tile = (a->head_dim + 15) / 16;
+  draft_keys(w, n_tile, keys);
+  for (uint32_t h = 0; h < a->n_head; h += DRAFT_HEADS) {
+    uint32_t n = a->n_head - h < DRAFT_HEADS ? a->n_head - h : DRAFT_HEADS;
+    DraftQuery q[DRAFT_HEADS];
+    for (uint32_t i = 0; i < n; i++)
+      draft_query(&q[i], a, h + i, w);
+    switch (n) {
+    case 1: scores_draft_n(a, keys, q, n_tile, pos, h, 1); break;
+    case 2: scores_draft_n(a, keys, q, n_tile, pos, h, 2); break;
+    default: scores_draft_n(a, keys, q, n_tile, pos, h, DRAFT_HEADS);
     }
+  }
+}
+
+static void set_nest_columns(const Matrix *w, size_t t0, size_t t1, uint16_t *out, size_t ld) {
+  for (size_t t = t0; t < t1; t++, out += NEST_ROWS) {
     _Alignas(64) TileWords tile; /* straight from registers it is slower: decoding needs them all */
     set_nest_decode_tile(w, t, tile);
     for (size_t hl = 0; hl < 16; hl++)

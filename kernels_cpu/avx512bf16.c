@@ -9,4 +9,5 @@ const Kernels kernels_avx512bf16 = {.name = "avx512bf16",
                                 .cass_next_tile = set_cass_next_tile,
                                 .matmul = set_matmul,
                                 .matmul_draft = set_matmul_draft,
+                                .scores_draft = set_scores_draft,
                                 SIMD_OPS_TABLE};

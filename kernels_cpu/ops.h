@@ -133,6 +133,38 @@ static inline void ops_scores(const AttentionArgs *a, const uint16_t *k, size_t 
           ops_dot_bf16(a->q + (size_t)h * a->head_dim, k + p * stride, a->head_dim) * a->scale;
 }
 
+/* A head's query for one block: n of kernels.h, [head_dim]. Returns what the integers are multiplied by. */
+static inline float ops_query(const AttentionArgs *a, uint32_t h, const Matrix *w, int32_t *n) {
+  float u[KEY_DIM_MOST], top = 0;
+  for (uint32_t c = 0; c < a->head_dim; c++) {
+    u[c] = a->q[(size_t)h * a->head_dim + c] * f32_from_bits((uint32_t)w->x[c] << 23);
+    float v = fabsf(u[c]);
+    top = v > top ? v : top;
+  }
+  float inverse = top > 0 ? (float)QUERY_MOST / top : 0.0f;
+  inverse = inverse > 3e38f ? 0.0f : inverse;
+  for (uint32_t c = 0; c < a->head_dim; c++) {
+    float r = (u[c] * inverse + 12582912.0f) - 12582912.0f;
+    n[c] = (int32_t)(r > -(float)QUERY_MOST ? r : -(float)QUERY_MOST); /* a NaN, too */
+  }
+  return top * (1.0f / (QUERY_MOST * 64));
+}
+
+static inline void ops_scores_draft(const AttentionArgs *a, const Matrix *w, uint32_t pos) {
+  int8_t key[KEY_DIM_MOST][NEST_COLS];
+  for (uint32_t c = 0; c < a->head_dim; c++)
+    nest_key_row(w, c, key[c]);
+  for (uint32_t h = 0; h < a->n_head; h++) {
+    int32_t n[KEY_DIM_MOST], sum[NEST_COLS] = {0};
+    float scale = ops_query(a, h, w, n);
+    for (uint32_t c = 0; c < a->head_dim; c++)
+      for (uint32_t p = 0; p < NEST_COLS; p++)
+        sum[p] += n[c] * key[c][p];
+    for (uint32_t p = 0; p < NEST_COLS; p++)
+      a->scores[h * a->ld_scores + pos + p] = (float)sum[p] * scale * a->scale;
+  }
+}
+
 static inline void ops_mix(const AttentionArgs *a, const uint16_t *v, size_t stride, uint32_t pos, uint32_t n, uint32_t c0,
                            uint32_t c1) {
   for (uint32_t h = 0; h < a->n_head; h++) {
@@ -204,6 +236,6 @@ static inline void ops_quantize(Acts *q, const float *x, size_t ldx, uint32_t m,
   .rmsnorm = ops_rmsnorm, .rope = ops_rope, .add = ops_add, .add_bf16 = ops_add_bf16, .to_bf16 = ops_to_bf16
 #define OPS_TABLE                                                                                                      \
   OPS_COMMON, .round = ops_round, .quantize = ops_quantize, .swiglu = ops_swiglu, .scores = ops_scores,     \
-              .softmax = ops_softmax, .mix = ops_mix, .max = ops_max, .sum_exp = ops_sum_exp
+              .scores_draft = ops_scores_draft, .softmax = ops_softmax, .mix = ops_mix, .max = ops_max, .sum_exp = ops_sum_exp
 
 #endif
