@@ -174,24 +174,19 @@ static void cass_rows(const Matrix *m, const Kernels *kernels, uint16_t *out, si
   }
 }
 
-/* Fetches what will be read of the next block's tiles [t0, t1): blocks lie anywhere, which hardware does not foresee. */
-static void prefetch_next(const KvCache *kv, uint32_t layer, uint32_t head, int which, uint32_t block, bool draft, size_t t0,
-                          size_t t1) {
-  if (++block >= kv->encoded / KV_BLOCK)
-    return;
+static Matrix nest_block(const KvCache *kv, uint32_t layer, uint32_t head, int which, uint32_t block) {
   const uint8_t *data = kv->block[(size_t)block * kv->n_layer + layer].data, *entry = data + 8 * unit_of(head, which);
-  const uint8_t *first = data + load_u32(entry), *side = data + load_u32(entry + 4);
-  Matrix m = nest_unit(kv, first, side);
-  for (const uint8_t *p = m.x; p < m.a; p += CASS_ALIGN)
-    __builtin_prefetch(p, 0, 2);
-  for (const uint8_t *p = m.a + 512 * t0; p < m.a + 512 * t1; p += CASS_ALIGN)
-    __builtin_prefetch(p, 0, 2);
-  if (draft && which == KV_VALUES)
-    return;
-  for (const uint8_t *p = m.b + 768 * t0; p < m.b + 768 * t1; p += CASS_ALIGN)
-    __builtin_prefetch(p, 0, 2);
-  for (size_t i = 0; !draft && i < 180 * (t1 - t0); i += CASS_ALIGN)
-    __builtin_prefetch(side + 4 * n_tile(kv) + 180 * t0 + i, 0, 2); /* a record has about 180 bytes */
+  return nest_unit(kv, data + load_u32(entry), data + load_u32(entry + 4));
+}
+
+/* The block after this one, or this one if there is none: blocks lie anywhere, so hardware does not foresee them. */
+static Matrix next_block(const KvCache *kv, uint32_t layer, uint32_t head, int which, uint32_t block) {
+  return nest_block(kv, layer, head, which, block + 1 < kv->encoded / KV_BLOCK ? block + 1 : block);
+}
+
+static inline void fetch(const uint8_t *p, size_t n) {
+  for (size_t i = 0; i < n; i += CASS_ALIGN)
+    __builtin_prefetch(p + i, 0, 2);
 }
 
 KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32_t head, int which, uint32_t block, bool draft,
@@ -200,18 +195,21 @@ KvRows kv_rows(const KvCache *kv, const Kernels *kernels, uint32_t layer, uint32
     size_t at = kv_at(kv, layer, head, block * KV_BLOCK) + c0;
     return (KvRows){(which == KV_KEYS ? kv->k : kv->v) + at, kv->head_dim};
   }
-  const uint8_t *data = kv->block[(size_t)block * kv->n_layer + layer].data, *entry = data + 8 * unit_of(head, which);
-  const uint8_t *first = data + load_u32(entry), *rest = data + load_u32(entry + 4);
   size_t stride = round_up(kv->head_dim, NEST_ROWS);
   if (is_nest(kv)) {
-    Matrix m = nest_unit(kv, first, rest);
+    enum { RECORD = 180 }; /* bytes, about */
+    Matrix m = nest_block(kv, layer, head, which, block), next = next_block(kv, layer, head, which, block);
     size_t t0 = c0 / NEST_ROWS, t1 = (c1 + NEST_ROWS - 1) / NEST_ROWS;
-    prefetch_next(kv, layer, head, which, block, false, t0, t1);
-    kernels->nest_columns(&m, t0, t1, scratch, stride);
+    fetch(next.x, (size_t)(next.a - next.x));
+    for (size_t t = t0; t < t1; t++) { /* fetching all at once would stall */
+      fetch(next.a + 512 * t, 512), fetch(next.b + 768 * t, 768), fetch(next.side + 4 * n_tile(kv) + RECORD * t, RECORD);
+      kernels->nest_columns(&m, t, t + 1, scratch + NEST_ROWS * (t - t0), stride);
+    }
     return (KvRows){scratch, stride};
   }
+  const uint8_t *data = kv->block[(size_t)block * kv->n_layer + layer].data, *entry = data + 8 * unit_of(head, which);
   Matrix m = matrix_shape(cass_codec(kv), KV_BLOCK, kv->head_dim);
-  m.spec = first, m.ver = draft ? NULL : rest;
+  m.spec = data + load_u32(entry), m.ver = draft ? NULL : data + load_u32(entry + 4);
   cass_rows(&m, kernels, scratch, stride);
   return (KvRows){scratch + c0, stride};
 }
@@ -228,9 +226,11 @@ bool kv_draft_unit(const KvCache *kv, uint32_t layer, uint32_t head, int which, 
                    Matrix *out) {
   if (!is_nest(kv) || block >= kv->encoded / KV_BLOCK || block == kv->exposed)
     return false;
-  const uint8_t *data = kv->block[(size_t)block * kv->n_layer + layer].data, *entry = data + 8 * unit_of(head, which);
-  *out = nest_unit(kv, data + load_u32(entry), NULL);
-  prefetch_next(kv, layer, head, which, block, true, c0 / NEST_ROWS, (c1 + NEST_ROWS - 1) / NEST_ROWS);
+  Matrix next = next_block(kv, layer, head, which, block);
+  size_t t0 = c0 / NEST_ROWS, n = (c1 + NEST_ROWS - 1) / NEST_ROWS - t0;
+  fetch(next.x, (size_t)(next.a - next.x)), fetch(next.a + 512 * t0, 512 * n);
+  fetch(next.b + 768 * t0, which == KV_KEYS ? 768 * n : 0);
+  *out = nest_block(kv, layer, head, which, block);
   return which == KV_VALUES || moderate(kv, out->x);
 }
 
