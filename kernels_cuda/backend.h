@@ -1,0 +1,80 @@
+/* The CUDA library's C interface: libpycass_cuda.so exports pycass_cuda(), a table of functions. Pointers in these structs are
+ * the device's; matrices' planes lie there as in the file, at multiples of 16 bytes. Nothing here waits for the device but
+ * where it says so, and nothing allocates but alloc. Functions return 0 or the number of a cudaError_t.
+ *
+ * One order: a token's results are the same bits for every m and for every place in a batch, because a sum is divided by the
+ * matrix's shape alone. They are not the CPU's bits: tests/simt states the bounds. */
+#ifndef CASS_CUDA_BACKEND_H
+#define CASS_CUDA_BACKEND_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct CUstream_st *CudaStream; /* as cudaStream_t */
+
+enum { CUDA_RAW, CUDA_NEST }; /* as pycass_codec; others are the host's to refuse */
+
+/* A weight matrix, as engine/codec.h's Matrix. */
+typedef struct CudaMatrix {
+  uint32_t codec;
+  uint32_t rows, cols, n_block, n_group;
+  uint32_t n_hot;
+  const uint16_t *raw;             /* raw: [rows][cols] */
+  const uint8_t *a, *x, *b, *side; /* nest */
+  const uint8_t *form;             /* nest: [n_block][n_group], what find_form wrote */
+  const uint16_t *hot_words;       /* [n_block][n_hot / 4][64] */
+  const uint32_t *hot;             /* [n_hot] */
+  const uint64_t *hot_mask;        /* [n_group]: bit k says that column k of the group is hot; NULL without hot columns */
+  const float *bias;               /* [16 n_block] or NULL */
+} CudaMatrix;
+
+/* Activations of a product, made by ready.
+ * panels: BF16 times 2^48, [m][n_group][half line][4], hot columns zero; hot: those, [m][64].
+ * q: int8 for the draft: of each 8 columns their q, then -q, [m][n_group][8][16]; scale [m][n_group]. */
+typedef struct CudaActs {
+  uint16_t *panels, *hot;
+  int8_t *q;
+  float *scale;
+} CudaActs;
+
+/* y [m][ldy] = W x; rows from w.rows to 16 n_block are written, too. */
+typedef struct CudaProduct {
+  CudaMatrix w;
+  float *y;
+  uint32_t ldy;
+} CudaProduct;
+enum { CUDA_PRODUCTS = 3 }; /* at most, in one launch: of the same activations */
+
+typedef struct PycassCuda {
+  uint32_t size; /* of this struct, for a host of another version */
+
+  int (*alloc)(void **p, size_t size);
+  int (*release)(void *p);
+  int (*upload)(void *device, const void *host, size_t size, CudaStream s);
+  int (*download)(void *host, const void *device, size_t size, CudaStream s);
+  int (*zero)(void *device, size_t size, CudaStream s);
+  int (*wait)(CudaStream s);
+  const char *(*error_text)(int error);
+
+  /* Which tiles' products take the relative form; once for a matrix. form [n_block][n_group] */
+  int (*find_form)(uint8_t *form, const CudaMatrix *w, CudaStream s);
+  /* Tiles' words as nest_decode_tile (relative false) or nest_decode_relative gives them: out [tiles][16][64]. For tests. */
+  int (*decode)(uint16_t *out, const CudaMatrix *w, int relative, CudaStream s);
+  /* x [m][ldx] -> acts: panels for the target, q for the draft, or both. Columns from w->cols on count as zero. */
+  int (*ready)(const CudaActs *acts, const float *x, uint32_t ldx, uint32_t m, const CudaMatrix *w, int panels, int q,
+               CudaStream s);
+  int (*matmul)(const CudaProduct *list, uint32_t n, const CudaActs *acts, uint32_t m, CudaStream s);
+  /* nest only */
+  int (*matmul_draft)(const CudaProduct *list, uint32_t n, const CudaActs *acts, uint32_t m, CudaStream s);
+} PycassCuda;
+
+const PycassCuda *pycass_cuda(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
