@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(ACTS_WARPS *WARP)
 /* Exact words of a warp's tile. */
 DEVICE void exact_tile_words(uint32_t (&a)[4][4], const CudaMatrix &w, uint32_t tile) {
   Planes planes = load_planes(w, tile);
-  ExactTile exact = exact_tile(w, tile, planes);
+  ExactTile exact = exact_tile(w.side, tile, planes);
   for (int k = 0; k < 4; k++)
     exact_words(a[k], exact, planes, k, planes.x);
 }
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(ACTS_WARPS *WARP) find_form(uint8_t *form, Cud
 }
 
 __global__ void __launch_bounds__(ACTS_WARPS *WARP) decode_tiles(uint16_t *out, CudaMatrix w, int relative) {
-  __shared__ __align__(16) uint8_t rooms[ACTS_WARPS][RECORD_ROOM];
+  __shared__ __align__(16) uint8_t rooms[ACTS_WARPS * RECORD_ROOM];
   __shared__ uint2 spread[256];
   uint32_t warp = threadIdx.x / WARP, tile = blockIdx.x * ACTS_WARPS + warp, g = lane_of() / 4, t = lane_of() % 4, a[4][4];
   fill_spread(spread);
@@ -87,13 +87,13 @@ __global__ void __launch_bounds__(ACTS_WARPS *WARP) decode_tiles(uint16_t *out, 
   if (relative) {
     Planes planes = load_planes(w, tile);
     uint32_t from = load_word(w.side + 4 * (size_t)tile), to = load_word(w.side + 4 * (size_t)tile + 4);
-    fetch_record(rooms[warp], w, from, to);
+    fetch_record(rooms + warp * RECORD_ROOM, w, from, to);
     cp_async_commit();
     cp_async_wait<0>();
     __syncwarp();
-    Places at = find_places(planes, from & 15u);
+    Places at = find_places(planes, warp * RECORD_ROOM + (from & 15u));
     for (int k = 0; k < 4; k++)
-      relative_words(a[k], planes, k, at, rooms[warp], spread);
+      relative_words(a[k], planes, k, at, (const uint32_t *)rooms, spread);
   } else {
     exact_tile_words(a, w, tile);
   }

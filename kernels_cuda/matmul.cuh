@@ -81,7 +81,7 @@ DEVICE void store_sums(float (&part)[n_warp][n_token][ROWS], const float (*s)[4]
 
 /* ---- target, nest ------------------------------------------------------------------------------- */
 
-/* A tile on its way: its planes in registers, its record in shared memory. */
+/* A tile on its way: its planes in registers, its record in shared memory, where record is its byte number. */
 struct Coming {
   Planes planes;
   uint32_t record, form;
@@ -95,39 +95,45 @@ DEVICE Offsets load_offsets(const CudaMatrix &w, uint32_t tile) {
   return {__ldg(side), __ldg(side + 1)};
 }
 
-DEVICE Coming fetch_tile(uint8_t *room, const CudaMatrix &w, uint32_t tile, Offsets o) {
-  fetch_record(room, w, o.from, o.to);
-  return {load_planes(w, tile), o.from & 15u, __ldg(w.form + tile)};
+DEVICE Coming fetch_tile(uint8_t *rooms, uint32_t room, const CudaMatrix &w, uint32_t tile, Offsets o) {
+  fetch_record(rooms + room, w, o.from, o.to);
+  return {load_planes(w, tile), room + (o.from & 15u), __ldg(w.form + tile)};
 }
 
-/* The tile as left operand, and what its rows' products are multiplied by: of rows 2 g and 2 g + 1. */
-DEVICE Left decode_tile(float (&unit)[2], const Coming &c, const uint8_t *room, const uint2 *spread, const CudaMatrix &w,
-                        uint32_t tile) {
+/* A tile with exact words as left operand: rare. */
+DEVICE Left decode_exact(const uint8_t *side, uint32_t tile, Planes planes) {
   Left left;
-  if (c.form == FORM_RELATIVE) {
-    Places at = find_places(c.planes, c.record);
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      relative_words(left.a[k], c.planes, k, at, room, spread);
-    unit[0] = __uint_as_float(((c.planes.x & 255u) - BIAS + 127) << 23);
-    unit[1] = __uint_as_float(((c.planes.x >> 8) - BIAS + 127) << 23);
-    return left;
-  }
-  ExactTile exact = exact_tile(w, tile, c.planes);
+  ExactTile exact = exact_tile(side, tile, planes);
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    exact_words(left.a[k], exact, c.planes, k, c.planes.x);
+    exact_words(left.a[k], exact, planes, k, planes.x);
     for (int i = 0; i < 4; i++)
       left.a[k][i] = flush_words(left.a[k][i]);
   }
-  unit[0] = unit[1] = 1;
+  return left;
+}
+
+/* The tile as left operand, and what its rows' products are multiplied by: of rows 2 g and 2 g + 1. */
+DEVICE Left decode_tile(float (&unit)[2], const Coming &c, const uint32_t *rooms, const uint2 *spread, const CudaMatrix &w,
+                        uint32_t tile) {
+  if (c.form != FORM_RELATIVE) {
+    unit[0] = unit[1] = 1;
+    return decode_exact(w.side, tile, c.planes);
+  }
+  Left left;
+  Places at = find_places(c.planes, c.record);
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    relative_words(left.a[k], c.planes, k, at, rooms, spread);
+  unit[0] = __uint_as_float(((c.planes.x & 255u) - BIAS + 127) << 23);
+  unit[1] = __uint_as_float(((c.planes.x >> 8) - BIAS + 127) << 23);
   return left;
 }
 
 /* 8 n_tile tokens. The same sums for every n_tile. */
 template <int n_tile>
-__global__ void __launch_bounds__(TARGET_WARPS *WARP) matmul_nest(Products list, CudaActs acts, uint32_t m) {
-  __shared__ __align__(16) uint8_t rooms[TARGET_WARPS][2][RECORD_ROOM];
+__global__ void __launch_bounds__(TARGET_WARPS *WARP, n_tile > 2 ? 1 : 3) matmul_nest(Products list, CudaActs acts, uint32_t m) {
+  __shared__ __align__(16) uint8_t rooms[TARGET_WARPS * 2 * RECORD_ROOM];
   __shared__ float part[TARGET_WARPS][MMA_TOKENS * n_tile][ROWS];
   __shared__ uint2 spread[256];
   uint32_t block = blockIdx.x, token0 = blockIdx.y * MMA_TOKENS * n_tile, warp = threadIdx.x / WARP;
@@ -142,15 +148,17 @@ __global__ void __launch_bounds__(TARGET_WARPS *WARP) matmul_nest(Products list,
     for (int n = 0; n < n_tile; n++)
       multiply_hot(s[n], w, block, acts, token0 + MMA_TOKENS * n, m);
   uint32_t first = block * w.n_group, end = first + w.n_group, tile = first + warp;
+  uint32_t room = warp * 2 * RECORD_ROOM;
   if (tile < end) {
-    Coming next = fetch_tile(rooms[warp][0], w, tile, load_offsets(w, tile));
+    Coming next = fetch_tile(rooms, room, w, tile, load_offsets(w, tile));
     cp_async_commit();
     Offsets ahead = load_offsets(w, tile + TARGET_WARPS < end ? tile + TARGET_WARPS : tile);
-    for (int i = 0; tile < end; i ^= 1, tile += TARGET_WARPS) {
+    for (; tile < end; tile += TARGET_WARPS) {
       Coming now = next;
+      room = 4 * warp * RECORD_ROOM + RECORD_ROOM - room; /* the other one */
       uint32_t following = tile + TARGET_WARPS;
       if (following < end || SEED_BUG == 4) {
-        next = fetch_tile(rooms[warp][i ^ 1], w, following, ahead);
+        next = fetch_tile(rooms, room, w, following, ahead);
         ahead = load_offsets(w, following + TARGET_WARPS < end ? following + TARGET_WARPS : tile);
       }
       cp_async_commit();
@@ -159,7 +167,7 @@ __global__ void __launch_bounds__(TARGET_WARPS *WARP) matmul_nest(Products list,
       if (SEED_BUG != 5)
         __syncwarp();
       float unit[2];
-      Left left = decode_tile(unit, now, rooms[warp][i], spread, w, tile);
+      Left left = decode_tile(unit, now, (const uint32_t *)rooms, spread, w, tile);
 #pragma unroll
       for (int n = 0; n < n_tile; n++) {
         float d[4] = {};
@@ -214,7 +222,7 @@ DEVICE Left load_raw_tile(const CudaMatrix &w, uint32_t block, uint32_t group) {
 }
 
 template <int n_tile>
-__global__ void __launch_bounds__(TARGET_WARPS *WARP) matmul_raw(Products list, CudaActs acts, uint32_t m) {
+__global__ void __launch_bounds__(TARGET_WARPS *WARP, 1) matmul_raw(Products list, CudaActs acts, uint32_t m) {
   __shared__ float part[TARGET_WARPS][MMA_TOKENS * n_tile][ROWS];
   uint32_t block = blockIdx.x, token0 = blockIdx.y * MMA_TOKENS * n_tile, warp = threadIdx.x / WARP;
   const CudaProduct p = find_product(list, block);

@@ -48,22 +48,21 @@ enum { RECORD_ROOM = 688, RECORD_CHUNKS = RECORD_ROOM / 16 - 1 };
 
 /* Fetches a tile's record; all lanes' copies are there after cp_async_wait and __syncwarp. */
 DEVICE void fetch_record(uint8_t *room, const CudaMatrix &w, uint32_t from, uint32_t to) {
-  const uint8_t *begin = w.side + (from & ~15u);
-  unsigned chunks = (to - (from & ~15u) + 15) / 16;
-  chunks = chunks < (unsigned)RECORD_CHUNKS ? chunks : (unsigned)RECORD_CHUNKS;
-  for (unsigned i = lane_of(); i < chunks; i += WARP)
-    cp_async16(room + 16 * i, begin + 16 * i);
+  uint32_t begin = from & ~15u, lane = lane_of(), chunks = (to - begin + 15) / 16;
+  room += 16 * lane;
+  const uint8_t *p = w.side + begin + 16 * lane;
+  if (lane < chunks)
+    cp_async16(room, p);
+  if (lane + WARP < chunks && lane + WARP < RECORD_CHUNKS) /* few tiles have so much */
+    cp_async16(room + 16 * WARP, p + 16 * WARP);
 }
 
 /* 32 bits from a bit on. */
-DEVICE uint32_t bits_at(const uint8_t *room, uint32_t bit) {
-  const uint32_t *p = (const uint32_t *)room + bit / 32;
-  return __funnelshift_r(p[0], p[1], bit);
+DEVICE uint32_t bits_at(const uint32_t *rooms, uint32_t bit) {
+  return __funnelshift_r(rooms[bit / 32], rooms[bit / 32 + 1], bit);
 }
 
 /* ---- cells -------------------------------------------------------------------------------------- */
-
-DEVICE uint32_t choose(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
 
 /* The nibbles of half line k: those of row 2 g, then those of 2 g + 1. */
 DEVICE uint32_t half_line(const Planes &p, int k) {
@@ -88,8 +87,8 @@ DEVICE uint32_t low6(const Planes &p, int k, int row) {
 }
 
 /* Bit 3 of each nibble that is a cell with a T bit; of each that is the cell with a q. */
-DEVICE uint32_t has_t(uint32_t nibbles) { return ((nibbles & 0x77777777u) + 0x33333333u) & 0x88888888u; }
-DEVICE uint32_t has_q(uint32_t nibbles) { return ((nibbles & 0x77777777u) + 0x11111111u) & 0x88888888u; }
+DEVICE uint32_t has_t(uint32_t cells) { return (cells + 0x33333333u) & 0x88888888u; }
+DEVICE uint32_t has_q(uint32_t cells) { return (cells + 0x11111111u) & 0x88888888u; }
 /* In each nibble, how many there are up to it; the last of the eight has all of them, at most 8. */
 DEVICE uint32_t ranks(uint32_t mask) { return (mask >> 3) * 0x11111111u; }
 
@@ -107,18 +106,23 @@ DEVICE uint32_t count_before(const uint32_t count[4], uint32_t &all) {
   return total * 0x01010100u + sum - own; /* at most 192 + 56 */
 }
 
-/* Where the lane's T bits and nibbles q begin, for each of its half lines: a bit's number in the record's room. */
+/* What a lane knows of its half lines before it reads the record: cells; has_t, has_q and their ranks; and where its T bits and
+ * nibbles q begin, as bit numbers. */
 struct Places {
+  uint32_t cells[4], is_t[4], is_q[4], rank_t[4], rank_q[4];
   uint32_t t[4], q[4];
 };
 
+/* record: byte number of the record. */
 DEVICE Places find_places(const Planes &p, uint32_t record) {
-  uint32_t t[4], q[4], all_t, all_q;
+  Places at;
+#pragma unroll
   for (int k = 0; k < 4; k++) {
-    uint32_t nibbles = half_line(p, k);
-    t[k] = ranks(has_t(nibbles)), q[k] = ranks(has_q(nibbles));
+    at.cells[k] = half_line(p, k) & 0x77777777u;
+    at.is_t[k] = has_t(at.cells[k]), at.is_q[k] = has_q(at.cells[k]);
+    at.rank_t[k] = ranks(at.is_t[k]), at.rank_q[k] = ranks(at.is_q[k]);
   }
-  uint32_t before_t = count_before(t, all_t), before_q = count_before(q, all_q);
+  uint32_t all_t, all_q, before_t = count_before(at.rank_t, all_t), before_q = count_before(at.rank_q, all_q);
   uint32_t own = all_t | all_q << 16, sum = own; /* and before the lane's four half lines */
   for (unsigned d = 1; d < 4; d *= 2) {
     uint32_t below = __shfl_up_sync(ALL_LANES, sum, d);
@@ -127,10 +131,10 @@ DEVICE Places find_places(const Planes &p, uint32_t record) {
   uint32_t n_q = __shfl_sync(ALL_LANES, sum, 3) >> 16;
   sum -= own;
   uint32_t q0 = 8 * (record + 2) + 4 * (sum >> 16), t0 = 8 * (record + 2 + (n_q + 1) / 2) + (sum & 0xffffu);
-  Places at;
+#pragma unroll
   for (int k = 0; k < 4; k++) {
-    at.t[k] = t0 + (before_t >> 8 * k & 255u);
-    at.q[k] = q0 + 4 * (before_q >> 8 * k & 255u);
+    at.t[k] = t0 + prmt(before_t, 0, 0x4440u + k);
+    at.q[k] = q0 + 4 * prmt(before_q, 0, 0x4440u + k);
   }
   return at;
 }
@@ -146,15 +150,15 @@ DEVICE void fill_spread(uint2 spread[256]) {
 }
 
 /* Half line k in relative form (engine/codec.h): a[0], a[2] of row 2 g, columns +0, +2 and +4, +6; a[1], a[3] of row 2 g + 1. */
-DEVICE void relative_words(uint32_t (&a)[4], const Planes &p, int k, const Places &at, const uint8_t *room,
+DEVICE void relative_words(uint32_t (&a)[4], const Planes &p, int k, const Places &at, const uint32_t *rooms,
                            const uint2 *spread) {
-  uint32_t cells = half_line(p, k), t = has_t(cells), q = has_q(cells);
-  cells &= 0x77777777u;
-  uint2 bits = *(const uint2 *)((const uint8_t *)spread + (bits_at(room, at.t[k] - 3) & 0x7f8u));
-  uint32_t window = bits_at(room, at.q[k]), even = window & 0x0f0f0f0fu, odd = window >> 4 & 0x0f0f0f0fu;
+  uint32_t cells = at.cells[k];
+  uint2 bits = *(const uint2 *)((const uint8_t *)spread + (bits_at(rooms, at.t[k] - 3) & 0x7f8u));
+  uint32_t window = bits_at(rooms, at.q[k]), even = window & 0x0f0f0f0fu, odd = window >> 4 & 0x0f0f0f0fu;
   uint32_t q_low = prmt(even, odd, 0x5140), q_high = prmt(even, odd, 0x7362);
-  uint32_t select_t = choose(0x88888888u, ~t, ranks(t)); /* bit 3: none, since all bytes are positive */
-  uint32_t select_q = choose(0x88888888u, ~q, ranks(q) - (q >> 3));
+  uint32_t select_t = choose(0x88888888u, ~at.is_t[k], at.rank_t[k]); /* bit 3: none, since all bytes are positive */
+  uint32_t select_q = choose(0x88888888u, ~at.is_q[k], at.rank_q[k] - (at.is_q[k] >> 3));
+#pragma unroll
   for (int row = 0; row < 2; row++) {
     uint32_t e = prmt(EXPONENTS_LOW, EXPONENTS_HIGH, cells) + prmt(q_low, q_high, select_q);
     uint32_t m = (prmt(TOP_BITS_LOW, TOP_BITS_HIGH, cells) + prmt(bits.x, bits.y, select_t)) | low6(p, k, row);
@@ -165,9 +169,9 @@ DEVICE void relative_words(uint32_t (&a)[4], const Planes &p, int k, const Place
   }
 }
 
-/* The lane's escapes in a half line: nibbles that are cell 7 with q = 15. */
-DEVICE uint32_t count_escapes(uint32_t nibbles, uint32_t window) {
-  uint32_t n = ranks(has_q(nibbles)) >> 28, count = 0;
+/* The lane's escapes in a half line: its q that are 15, of the first n in window. */
+DEVICE uint32_t count_escapes(uint32_t n, uint32_t window) {
+  uint32_t count = 0;
   for (uint32_t i = 0; i < n; i++)
     count += (window >> 4 * i & 15u) == 15u;
   return count;
@@ -187,15 +191,15 @@ DEVICE uint32_t record_bits(const uint8_t *record, uint32_t bit) { /* 25 of them
   return (p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24) >> bit % 8;
 }
 
-DEVICE ExactTile exact_tile(const CudaMatrix &w, size_t tile, const Planes &p) {
+DEVICE ExactTile exact_tile(const uint8_t *side, size_t tile, const Planes &p) {
   ExactTile e;
-  e.record = w.side + load_word(w.side + 4 * tile), e.end = w.side + load_word(w.side + 4 * tile + 4);
+  e.record = side + load_word(side + 4 * tile), e.end = side + load_word(side + 4 * tile + 4);
   e.has_escapes = e.record[1] & 0x40;
   e.at = find_places(p, 0);
   uint32_t count[4], all;
   for (int k = 0; k < 4; k++) {
     uint32_t window = (record_bits(e.record, e.at.q[k]) & 0xffffu) | record_bits(e.record, e.at.q[k] + 16) << 16;
-    count[k] = e.has_escapes ? count_escapes(half_line(p, k), window) << 28 : 0;
+    count[k] = e.has_escapes ? count_escapes(e.at.rank_q[k] >> 28, window) << 28 : 0;
   }
   uint32_t before = count_before(count, all), sum = all;
   for (unsigned d = 1; d < 4; d *= 2) {
@@ -210,24 +214,25 @@ DEVICE ExactTile exact_tile(const CudaMatrix &w, size_t tile, const Planes &p) {
 /* Half line k, in the order of relative_words; group: G of row 2 g and, 8 bits on, of 2 g + 1. */
 DEVICE void exact_words(uint32_t (&a)[4], ExactTile &tile, const Planes &p, int k, uint32_t group) {
   uint32_t nibbles = half_line(p, k), t_at = tile.at.t[k], q_at = tile.at.q[k], n_escape = tile.escapes[k];
-  a[0] = a[1] = a[2] = a[3] = 0;
-  for (int i = 0; i < 8; i++, nibbles >>= 4) {
-    int row = i / 4, shift = 8 * (i % 4);
-    uint32_t c = nibbles & 7u, t = 0, q = 0, low = low6(p, k, row) >> shift & 63u, sign = (nibbles & 8u) << 12;
+  uint64_t words[2] = {0, 0}, low = (uint64_t)low6(p, k, 1) << 32 | low6(p, k, 0);
+#pragma unroll 1
+  for (int i = 0; i < 8; i++, nibbles >>= 4, low >>= 8) {
+    uint32_t c = nibbles & 7u, t = 0, q = 0, low6 = (uint32_t)low & 63u, sign = (nibbles & 8u) << 12;
     if (c >= 5)
       t = record_bits(tile.record, t_at++) & 1u;
     if (c == 7)
       q = record_bits(tile.record, q_at) & 15u, q_at += 4;
-    uint32_t e = (c == 7 ? q : prmt(EXPONENTS_LOW, EXPONENTS_HIGH, c) & 255u) + (group >> 8 * row & 255u) - BIAS;
-    uint32_t top = prmt(TOP_BITS_LOW, TOP_BITS_HIGH, c) & 255u, word = sign + (e << 7) + top + 64 * t + low;
+    uint32_t e = (c == 7 ? q : prmt(EXPONENTS_LOW, EXPONENTS_HIGH, c) & 255u) + (group >> i / 4 * 8 & 255u) - BIAS;
+    uint32_t top = prmt(TOP_BITS_LOW, TOP_BITS_HIGH, c) & 255u, word = sign + (e << 7) + top + 64 * t + low6;
     if (c == 7 && q == 15 && tile.has_escapes) {
       const uint8_t *escape = tile.end - 1 - n_escape++;
-      word = sign | (uint32_t)*(escape > tile.record ? escape : tile.record) << 7 | t << 6 | low; /* if damaged: anything */
+      word = sign | (uint32_t)*(escape > tile.record ? escape : tile.record) << 7 | t << 6 | low6; /* if damaged: anything */
     }
     if (c == 7 && q == 0)
-      word = sign | t << 6 | low;
-    a[i % 4 / 2 * 2 + row] |= (word & 0xffffu) << 16 * (i % 2);
+      word = sign | t << 6 | low6;
+    words[0] = words[0] >> 16 | words[1] << 48, words[1] = words[1] >> 16 | (uint64_t)(word & 0xffffu) << 48;
   }
+  a[0] = (uint32_t)words[0], a[2] = (uint32_t)(words[0] >> 32), a[1] = (uint32_t)words[1], a[3] = (uint32_t)(words[1] >> 32);
 }
 
 /* Denormals count as zero. */

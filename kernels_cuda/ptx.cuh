@@ -38,6 +38,13 @@ DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t s) {
   return r;
 }
 
+/* Bits of a where mask has ones, else of b. Written out, since compilers fold the mask into what they know of b first. */
+DEVICE uint32_t choose(uint32_t mask, uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+  return r;
+}
+
 /* 16 bytes from global to shared memory, both aligned, some time before the wait. */
 DEVICE void cp_async16(void *shared, const void *global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
@@ -67,6 +74,8 @@ DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t s) {
   }
   return r;
 }
+
+DEVICE uint32_t choose(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
 
 DEVICE void cp_async16(void *shared, const void *global) { simt::copy_async(shared, global); }
 DEVICE void cp_async_commit() { simt::copy_commit(); }

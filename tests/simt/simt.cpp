@@ -43,17 +43,12 @@ namespace {
 enum class State { ready, at_barrier, in_warp, done };
 enum class Order { forward, reverse, random };
 
-struct Copy {
-  void *to;
-  const void *from;
-};
-
 struct Fiber : Thread {
   State state = State::done;
   const char *file = "";
   int line = 0;
   context::fiber here, scheduler;
-  std::vector<std::vector<Copy>> copies; /* groups under way; the last one is open */
+  std::deque<std::vector<Copy>> copies; /* groups under way; the last one is open */
   const void *stack = nullptr;
   size_t stack_size = 0;
   void *fake_stack = nullptr, *tsan = nullptr;
@@ -310,20 +305,17 @@ Deposits exchange(uint32_t mask, const void *mine, size_t size, bool memory, con
   return {m.deposit[turn]};
 }
 
-static void do_copy(const Copy &c) { std::memcpy(c.to, c.from, 16); }
-
-void copy_async(void *shared, const void *global) {
-  if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 16)
+bool copy_later(Copy c) {
+  if ((reinterpret_cast<uintptr_t>(c.to) | reinterpret_cast<uintptr_t>(c.from)) % 16)
     fail("cp.async at an address that is not aligned");
-  if (config().copy_early) {
-    do_copy({shared, global});
-    return;
-  }
+  if (config().copy_early)
+    return false;
   QUIET;
   auto &copies = running()->copies;
   if (copies.empty())
     copies.emplace_back();
-  copies.back().push_back({shared, global});
+  copies.back().push_back(c);
+  return true;
 }
 
 void copy_commit() {
@@ -334,14 +326,16 @@ void copy_commit() {
   copies.emplace_back();
 }
 
-void copy_wait(unsigned most) {
+bool copy_due(unsigned most, Copy *c) {
+  QUIET;
   auto &copies = running()->copies;
-  while (copies.size() > most + 1) {
-    for (const Copy &c : copies.front())
-      do_copy(c);
-    QUIET;
-    copies.erase(copies.begin());
-  }
+  while (copies.size() > most + 1 && copies.front().empty())
+    copies.pop_front();
+  if (copies.size() <= most + 1)
+    return false;
+  *c = copies.front().back();
+  copies.front().pop_back();
+  return true;
 }
 
 void run(const char *kernel, dim3 blocks, dim3 threads, void (*entry)(void *), void *arg) {
