@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(ACTS_WARPS *WARP) find_form(uint8_t *form, Cud
 
 __global__ void __launch_bounds__(ACTS_WARPS *WARP) decode_tiles(uint16_t *out, CudaMatrix w, int relative) {
   __shared__ __align__(16) uint8_t rooms[ACTS_WARPS * RECORD_ROOM];
-  __shared__ uint2 spread[256];
+  __shared__ Tables tables;
   uint32_t warp = threadIdx.x / WARP, tile = blockIdx.x * ACTS_WARPS + warp, g = lane_of() / 4, t = lane_of() % 4, a[4][4];
-  fill_spread(spread);
+  fill_tables(tables);
   __syncthreads();
   if (tile >= w.n_block * w.n_group)
     return;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(ACTS_WARPS *WARP) decode_tiles(uint16_t *out, 
     __syncwarp();
     Places at = find_places(planes, warp * RECORD_ROOM + (from & 15u));
     for (int k = 0; k < 4; k++)
-      relative_words(a[k], planes, k, at, (const uint32_t *)rooms, spread);
+      relative_words(a[k], planes, k, at, (const uint32_t *)rooms, tables, tables.low);
   } else {
     exact_tile_words(a, w, tile);
   }

@@ -19,7 +19,8 @@ DEVICE CudaProduct find_product(const Products &list, uint32_t &block) {
   return p;
 }
 
-/* A tile, or 16 hot columns, as left operands, and a token's activations that they meet. */
+/* A tile, or 16 hot columns, as left operands, and a token's activations that they meet. A lane of a token past the
+ * last one has the last one's: its sums are nobody's. */
 struct Left {
   uint32_t a[4][4];
 };
@@ -28,12 +29,9 @@ struct Right {
 };
 
 DEVICE Right load_right(const CudaActs &acts, uint32_t token, uint32_t m, uint32_t n_group, uint32_t group) {
-  Right r = {{make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)}};
-  if (token < m) {
-    const uint4 *p = (const uint4 *)(acts.panels + ((size_t)token * n_group + group) * COLS) + 2 * (lane_of() % 4);
-    r.v[0] = __ldg(p), r.v[1] = __ldg(p + 1);
-  }
-  return r;
+  const uint16_t *row = acts.panels + (size_t)(token < m ? token : m - 1) * n_group * COLS + lane_of() % 4 * 16;
+  const uint4 *p = (const uint4 *)(row + (size_t)group * COLS);
+  return {{__ldg(p), __ldg(p + 1)}};
 }
 
 DEVICE void multiply_tile(float (&d)[4], const Left &l, const Right &r) {
@@ -114,8 +112,8 @@ DEVICE Left decode_exact(const uint8_t *side, uint32_t tile, Planes planes) {
 }
 
 /* The tile as left operand, and what its rows' products are multiplied by: of rows 2 g and 2 g + 1. */
-DEVICE Left decode_tile(float (&unit)[2], const Coming &c, const uint32_t *rooms, const uint2 *spread, const CudaMatrix &w,
-                        uint32_t tile) {
+DEVICE Left decode_tile(float (&unit)[2], const Coming &c, const uint32_t *rooms, const Tables &tables, const uint32_t low[2],
+                        const CudaMatrix &w, uint32_t tile) {
   if (c.form != FORM_RELATIVE) {
     unit[0] = unit[1] = 1;
     return decode_exact(w.side, tile, c.planes);
@@ -124,7 +122,7 @@ DEVICE Left decode_tile(float (&unit)[2], const Coming &c, const uint32_t *rooms
   Places at = find_places(c.planes, c.record);
 #pragma unroll
   for (int k = 0; k < 4; k++)
-    relative_words(left.a[k], c.planes, k, at, rooms, spread);
+    relative_words(left.a[k], c.planes, k, at, rooms, tables, low);
   unit[0] = __uint_as_float(((c.planes.x & 255u) - BIAS + 127) << 23);
   unit[1] = __uint_as_float(((c.planes.x >> 8) - BIAS + 127) << 23);
   return left;
@@ -135,14 +133,15 @@ template <int n_tile>
 __global__ void __launch_bounds__(TARGET_WARPS *WARP, n_tile > 2 ? 1 : 3) matmul_nest(Products list, CudaActs acts, uint32_t m) {
   __shared__ __align__(16) uint8_t rooms[TARGET_WARPS * 2 * RECORD_ROOM];
   __shared__ float part[TARGET_WARPS][MMA_TOKENS * n_tile][ROWS];
-  __shared__ uint2 spread[256];
+  __shared__ Tables tables;
   uint32_t block = blockIdx.x, token0 = blockIdx.y * MMA_TOKENS * n_tile, warp = threadIdx.x / WARP;
   const CudaProduct p = find_product(list, block);
   const CudaMatrix &w = p.w;
   float s[n_tile][4] = {};
 
-  fill_spread(spread);
+  fill_tables(tables);
   __syncthreads();
+  const uint32_t low[2] = {tables.low[0], tables.low[1]};
   if (warp == 0)
 #pragma unroll
     for (int n = 0; n < n_tile; n++)
@@ -167,7 +166,7 @@ __global__ void __launch_bounds__(TARGET_WARPS *WARP, n_tile > 2 ? 1 : 3) matmul
       if (SEED_BUG != 5)
         __syncwarp();
       float unit[2];
-      Left left = decode_tile(unit, now, (const uint32_t *)rooms, spread, w, tile);
+      Left left = decode_tile(unit, now, (const uint32_t *)rooms, tables, low, w, tile);
 #pragma unroll
       for (int n = 0; n < n_tile; n++) {
         float d[4] = {};

@@ -19,6 +19,23 @@ enum { FORM_EXACT, FORM_RELATIVE };
 #define TOP_BITS_LOW 0x40004000u
 #define TOP_BITS_HIGH 0x00004000u
 
+/* What a block of threads looks up. spread: for each byte of 8 T bits, those bits at bit 6 of bytes, the last one first, so that
+ * a rank from 1 to 8 selects its own. low: the first words of exponents and top bits, which compilers would otherwise move into a
+ * register for every use. */
+struct Tables {
+  uint2 spread[256];
+  uint32_t low[2];
+};
+
+DEVICE void fill_tables(Tables &tables) {
+  for (unsigned i = threadIdx.x; i < 256; i += blockDim.x) {
+    uint32_t turned = (i << 1 | i >> 7) & 255u;
+    tables.spread[i] = make_uint2((turned & 15u) * 0x08102040u & 0x40404040u, (turned >> 4) * 0x08102040u & 0x40404040u);
+  }
+  if (threadIdx.x == 0)
+    tables.low[0] = EXPONENTS_LOW, tables.low[1] = TOP_BITS_LOW;
+}
+
 /* A lane's dwords of rows 2 g (x) and 2 g + 1 (y): lines 2 t and 2 t + 1 of A, a triple of B; and G of the two rows. */
 struct Planes {
   uint2 a[2], b[3];
@@ -31,13 +48,14 @@ DEVICE Planes load_planes(const CudaMatrix &w, size_t tile) {
   unsigned g = lane_of() / 4, t = lane_of() % 4;
   if (SEED_BUG == 1)
     g = lane_of() % 8, t = lane_of() / 8;
-  const uint2 *a = (const uint2 *)(w.a + 512 * tile) + 16 * t + g, *b = (const uint2 *)(w.b + 768 * tile) + 24 * t + g;
+  const uint2 *a = (const uint2 *)(w.a + (128 * t + 8 * g) + 512 * tile);
+  const uint2 *b = (const uint2 *)(w.b + (192 * t + 8 * g) + 768 * tile);
   Planes p;
   for (int i = 0; i < 2; i++)
     p.a[i] = __ldg(a + 8 * i);
   for (int i = 0; i < 3; i++)
     p.b[i] = __ldg(b + 8 * i);
-  p.x = __ldg((const uint16_t *)(w.x + 16 * tile) + g);
+  p.x = __ldg((const uint16_t *)(w.x + 2 * g + 16 * tile));
   return p;
 }
 
@@ -59,7 +77,8 @@ DEVICE void fetch_record(uint8_t *room, const CudaMatrix &w, uint32_t from, uint
 
 /* 32 bits from a bit on. */
 DEVICE uint32_t bits_at(const uint32_t *rooms, uint32_t bit) {
-  return __funnelshift_r(rooms[bit / 32], rooms[bit / 32 + 1], bit);
+  const uint32_t *p = rooms + word_of(bit);
+  return __funnelshift_r(p[0], p[1], bit);
 }
 
 /* ---- cells -------------------------------------------------------------------------------------- */
@@ -96,13 +115,9 @@ DEVICE uint32_t ranks(uint32_t mask) { return (mask >> 3) * 0x11111111u; }
  * weights within the half lines 4 t .. 4 t + k. all: in the four half lines, of all lanes. */
 DEVICE uint32_t count_before(const uint32_t count[4], uint32_t &all) {
   uint32_t own = prmt(prmt(count[0], count[1], 0x0073), prmt(count[2], count[3], 0x0073), 0x5410) >> 4 & 0x0f0f0f0fu;
-  uint32_t sum = own;
-  for (unsigned d = 4; d < WARP; d *= 2) {
-    uint32_t below = __shfl_up_sync(ALL_LANES, sum, d);
-    sum += lane_of() >= d ? below : 0;
-  }
-  uint32_t total = __shfl_sync(ALL_LANES, sum, 28 + lane_of() % 4); /* at most 64 in a byte */
-  all = (uint32_t)__dp4a((int)total, 0x01010101, 0);
+  uint32_t sum = add_below<16, WARP>(add_below<8, WARP>(add_below<4, WARP>(own)));
+  uint32_t total = __shfl_sync(ALL_LANES, sum, 28 | lane_of()); /* at most 64 in a byte */
+  all = dot_bytes(total, 0x01010101u, 0);
   return total * 0x01010100u + sum - own; /* at most 192 + 56 */
 }
 
@@ -123,45 +138,33 @@ DEVICE Places find_places(const Planes &p, uint32_t record) {
     at.rank_t[k] = ranks(at.is_t[k]), at.rank_q[k] = ranks(at.is_q[k]);
   }
   uint32_t all_t, all_q, before_t = count_before(at.rank_t, all_t), before_q = count_before(at.rank_q, all_q);
-  uint32_t own = all_t | all_q << 16, sum = own; /* and before the lane's four half lines */
-  for (unsigned d = 1; d < 4; d *= 2) {
-    uint32_t below = __shfl_up_sync(ALL_LANES, sum, d);
-    sum += lane_of() % 4 >= d ? below : 0;
-  }
+  uint32_t own = all_t | all_q << 16, sum = add_below<2, 4>(add_below<1, 4>(own)); /* and before the lane's four half lines */
   uint32_t n_q = __shfl_sync(ALL_LANES, sum, 3) >> 16;
   sum -= own;
   uint32_t q0 = 8 * (record + 2) + 4 * (sum >> 16), t0 = 8 * (record + 2 + (n_q + 1) / 2) + (sum & 0xffffu);
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    at.t[k] = t0 + prmt(before_t, 0, 0x4440u + k);
-    at.q[k] = q0 + 4 * prmt(before_q, 0, 0x4440u + k);
+    at.t[k] = dot_bytes(before_t, 1u << 8 * k, t0);
+    at.q[k] = dot_bytes(before_q, 4u << 8 * k, q0);
   }
   return at;
 }
 
 /* ---- words -------------------------------------------------------------------------------------- */
 
-/* For each byte of 8 T bits: those bits at bit 6 of bytes, the last one first, so that a rank from 1 to 8 selects its own. */
-DEVICE void fill_spread(uint2 spread[256]) {
-  for (unsigned i = threadIdx.x; i < 256; i += blockDim.x) {
-    uint32_t turned = (i << 1 | i >> 7) & 255u;
-    spread[i] = make_uint2((turned & 15u) * 0x08102040u & 0x40404040u, (turned >> 4) * 0x08102040u & 0x40404040u);
-  }
-}
-
 /* Half line k in relative form (engine/codec.h): a[0], a[2] of row 2 g, columns +0, +2 and +4, +6; a[1], a[3] of row 2 g + 1. */
 DEVICE void relative_words(uint32_t (&a)[4], const Planes &p, int k, const Places &at, const uint32_t *rooms,
-                           const uint2 *spread) {
+                           const Tables &tables, const uint32_t low[2]) {
   uint32_t cells = at.cells[k];
-  uint2 bits = *(const uint2 *)((const uint8_t *)spread + (bits_at(rooms, at.t[k] - 3) & 0x7f8u));
+  uint2 bits = *(const uint2 *)((const uint8_t *)tables.spread + (bits_at(rooms, at.t[k] - 3) & 0x7f8u));
   uint32_t window = bits_at(rooms, at.q[k]), even = window & 0x0f0f0f0fu, odd = window >> 4 & 0x0f0f0f0fu;
-  uint32_t q_low = prmt(even, odd, 0x5140), q_high = prmt(even, odd, 0x7362);
-  uint32_t select_t = choose(0x88888888u, ~at.is_t[k], at.rank_t[k]); /* bit 3: none, since all bytes are positive */
-  uint32_t select_q = choose(0x88888888u, ~at.is_q[k], at.rank_q[k] - (at.is_q[k] >> 3));
+  uint32_t q_low = prmt(even, odd, 0x1407), q_high = prmt(even, odd, 0x3625);   /* the last one first, as in spread */
+  uint32_t select_t = choose_not(0x88888888u, at.is_t[k], at.rank_t[k]); /* bit 3: none, since all bytes are positive */
+  uint32_t select_q = choose_not(0x88888888u, at.is_q[k], at.rank_q[k]);
 #pragma unroll
   for (int row = 0; row < 2; row++) {
-    uint32_t e = prmt(EXPONENTS_LOW, EXPONENTS_HIGH, cells) + prmt(q_low, q_high, select_q);
-    uint32_t m = (prmt(TOP_BITS_LOW, TOP_BITS_HIGH, cells) + prmt(bits.x, bits.y, select_t)) | low6(p, k, row);
+    uint32_t e = prmt(low[0], EXPONENTS_HIGH, cells) + prmt(q_low, q_high, select_q);
+    uint32_t m = (prmt(low[1], TOP_BITS_HIGH, cells) + prmt(bits.x, bits.y, select_t)) | low6(p, k, row);
     uint32_t sign = signs(p, k, row);
     a[row] = prmt(e, 0, 0x4140) * 128 + prmt(m, sign, 0x5140); /* T of cell 5 carries */
     a[2 + row] = prmt(e, 0, 0x4342) * 128 + prmt(m, sign, 0x7362);
@@ -201,11 +204,7 @@ DEVICE ExactTile exact_tile(const uint8_t *side, size_t tile, const Planes &p) {
     uint32_t window = (record_bits(e.record, e.at.q[k]) & 0xffffu) | record_bits(e.record, e.at.q[k] + 16) << 16;
     count[k] = e.has_escapes ? count_escapes(e.at.rank_q[k] >> 28, window) << 28 : 0;
   }
-  uint32_t before = count_before(count, all), sum = all;
-  for (unsigned d = 1; d < 4; d *= 2) {
-    uint32_t below = __shfl_up_sync(ALL_LANES, sum, d);
-    sum += lane_of() % 4 >= d ? below : 0;
-  }
+  uint32_t before = count_before(count, all), sum = add_below<2, 4>(add_below<1, 4>(all));
   for (int k = 0; k < 4; k++)
     e.escapes[k] = sum - all + (before >> 8 * k & 255u);
   return e;

@@ -45,6 +45,31 @@ DEVICE uint32_t choose(uint32_t mask, uint32_t a, uint32_t b) {
   return r;
 }
 
+/* As choose(mask, ~a, b). */
+DEVICE uint32_t choose_not(uint32_t mask, uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0x3a;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+  return r;
+}
+
+/* v and, where the lane's segment of width lanes has a lane that many below, what that one has: a step of a prefix sum. */
+template <int by, int width> DEVICE uint32_t add_below(uint32_t v) {
+  uint32_t sum = v;
+  asm volatile("{ .reg .pred p; .reg .u32 r; shfl.sync.up.b32 r|p, %1, %2, %3, 0xffffffff; @p add.u32 %0, r, %0; }"
+               : "+r"(sum) : "r"(v), "n"(by), "n"((32 - width) << 8));
+  return sum;
+}
+
+/* c + the products of the bytes, unsigned. */
+DEVICE uint32_t dot_bytes(uint32_t a, uint32_t b, uint32_t c) { return __dp4a(a, b, c); }
+
+/* bit / 32; written out, so that it becomes part of an address. */
+DEVICE uint32_t word_of(uint32_t bit) {
+  uint32_t r;
+  asm("shr.u32 %0, %1, 5;" : "=r"(r) : "r"(bit));
+  return r;
+}
+
 /* 16 bytes from global to shared memory, both aligned, some time before the wait. */
 DEVICE void cp_async16(void *shared, const void *global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
@@ -76,6 +101,18 @@ DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t s) {
 }
 
 DEVICE uint32_t choose(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
+
+DEVICE uint32_t choose_not(uint32_t mask, uint32_t a, uint32_t b) { return (~a & mask) | (b & ~mask); }
+template <int by, int width> DEVICE uint32_t add_below(uint32_t v) {
+  uint32_t below = __shfl_up_sync(ALL_LANES, v, by);
+  return v + (simt::lane() % width >= by ? below : 0);
+}
+DEVICE uint32_t dot_bytes(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 32; i += 8)
+    c += (a >> i & 255u) * (b >> i & 255u);
+  return c;
+}
+DEVICE uint32_t word_of(uint32_t bit) { return bit / 32; }
 
 DEVICE void cp_async16(void *shared, const void *global) { simt::copy_async(shared, global); }
 DEVICE void cp_async_commit() { simt::copy_commit(); }
