@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(ACTS_WARPS *WARP)
 
 /* Exact words of a warp's tile. */
 DEVICE void exact_tile_words(uint32_t (&a)[4][4], const CudaMatrix &w, uint32_t tile) {
-  Planes planes = load_planes(w, tile);
+  Planes planes = load_planes(stream_at(w, tile));
   ExactTile exact = exact_tile(w.side, tile, planes);
   for (int k = 0; k < 4; k++)
     exact_words(a[k], exact, planes, k, planes.x);
@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(ACTS_WARPS *WARP) decode_tiles(uint16_t *out, 
   if (tile >= w.n_block * w.n_group)
     return;
   if (relative) {
-    Planes planes = load_planes(w, tile);
+    Planes planes = load_planes(stream_at(w, tile));
     uint32_t from = load_word(w.side + 4 * (size_t)tile), to = load_word(w.side + 4 * (size_t)tile + 4);
-    fetch_record(rooms + warp * RECORD_ROOM, w, from, to);
+    fetch_record(rooms + warp * RECORD_ROOM, w.side, from, to);
     cp_async_commit();
     cp_async_wait<0>();
     __syncwarp();

@@ -7,8 +7,10 @@
 #ifndef CASS_CUDA_BACKEND_H
 #define CASS_CUDA_BACKEND_H
 
+#ifndef __CUDACC_RTC__ /* ptx.cuh has the types */
 #include <stddef.h>
 #include <stdint.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -49,6 +51,7 @@ typedef struct CudaProduct {
 } CudaProduct;
 enum { CUDA_PRODUCTS = 3 }; /* at most, in one launch: of the same activations */
 
+#ifndef __CUDACC_RTC__
 typedef struct PycassCuda {
   uint32_t size; /* of this struct, for a host of another version */
 
@@ -73,6 +76,7 @@ typedef struct PycassCuda {
 } PycassCuda;
 
 const PycassCuda *pycass_cuda(void);
+#endif
 
 #ifdef __cplusplus
 }

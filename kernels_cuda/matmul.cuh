@@ -28,11 +28,10 @@ struct Right {
   uint4 v[2];
 };
 
-DEVICE Right load_right(const CudaActs &acts, uint32_t token, uint32_t m, uint32_t n_group, uint32_t group) {
-  const uint16_t *row = acts.panels + (size_t)(token < m ? token : m - 1) * n_group * COLS + lane_of() % 4 * 16;
-  const uint4 *p = (const uint4 *)(row + (size_t)group * COLS);
-  return {{__ldg(p), __ldg(p + 1)}};
+DEVICE const uint16_t *right_at(const CudaActs &acts, uint32_t token, uint32_t m, uint32_t n_group, uint32_t group) {
+  return acts.panels + ((size_t)(token < m ? token : m - 1) * n_group + group) * COLS + lane_of() % 4 * 16;
 }
+DEVICE Right load_right(const uint16_t *p) { return {{__ldg((const uint4 *)p), __ldg((const uint4 *)p + 1)}}; }
 
 DEVICE void multiply_tile(float (&d)[4], const Left &l, const Right &r) {
   mma_bf16(d, l.a[0], r.v[0].x, r.v[0].y);
@@ -88,14 +87,31 @@ struct Offsets {
   uint32_t from, to;
 };
 
-DEVICE Offsets load_offsets(const CudaMatrix &w, uint32_t tile) {
-  const uint32_t *side = (const uint32_t *)w.side + tile;
-  return {__ldg(side), __ldg(side + 1)};
+DEVICE Offsets load_offsets(const uint32_t *p) { return {__ldg(p), __ldg(p + 1)}; }
+
+/* A warp's tiles in turn: where the next one's parts are, and the offsets of its record, which were fetched one tile earlier. */
+struct Tiles {
+  Stream planes;
+  const uint8_t *form, *side;
+  const uint32_t *offsets;
+  Offsets ahead;
+  uint32_t room; /* of the two, the byte number of the next one's */
+};
+
+DEVICE Tiles tiles_from(const CudaMatrix &w, uint32_t tile, uint32_t room) {
+  const uint32_t *offsets = (const uint32_t *)w.side + tile;
+  return {stream_at(w, tile), w.form + tile, w.side, offsets, load_offsets(offsets), room};
 }
 
-DEVICE Coming fetch_tile(uint8_t *rooms, uint32_t room, const CudaMatrix &w, uint32_t tile, Offsets o) {
-  fetch_record(rooms + room, w, o.from, o.to);
-  return {load_planes(w, tile), room + (o.from & 15u), __ldg(w.form + tile)};
+/* Begins to fetch the next tile; more: there is one after it. */
+DEVICE Coming fetch_tile(Tiles &t, uint8_t *rooms, bool more) {
+  fetch_record(rooms + t.room, t.side, t.ahead.from, t.ahead.to);
+  Coming c = {load_planes(t.planes), t.room + (t.ahead.from & 15u), __ldg(t.form)};
+  t.offsets += more ? TARGET_WARPS : 0, t.form += TARGET_WARPS;
+  advance(t.planes, TARGET_WARPS);
+  t.ahead = load_offsets(t.offsets);
+  t.room = threadIdx.x / WARP * 4 * RECORD_ROOM + RECORD_ROOM - t.room;
+  return c;
 }
 
 /* A tile with exact words as left operand: rare. */
@@ -130,7 +146,7 @@ DEVICE Left decode_tile(float (&unit)[2], const Coming &c, const uint32_t *rooms
 
 /* 8 n_tile tokens. The same sums for every n_tile. */
 template <int n_tile>
-__global__ void __launch_bounds__(TARGET_WARPS *WARP, n_tile > 2 ? 1 : 3) matmul_nest(Products list, CudaActs acts, uint32_t m) {
+__global__ void __launch_bounds__(TARGET_WARPS *WARP, n_tile > 2 ? 1 : 2) matmul_nest(Products list, CudaActs acts, uint32_t m) {
   __shared__ __align__(16) uint8_t rooms[TARGET_WARPS * 2 * RECORD_ROOM];
   __shared__ float part[TARGET_WARPS][MMA_TOKENS * n_tile][ROWS];
   __shared__ Tables tables;
@@ -147,19 +163,17 @@ __global__ void __launch_bounds__(TARGET_WARPS *WARP, n_tile > 2 ? 1 : 3) matmul
     for (int n = 0; n < n_tile; n++)
       multiply_hot(s[n], w, block, acts, token0 + MMA_TOKENS * n, m);
   uint32_t first = block * w.n_group, end = first + w.n_group, tile = first + warp;
-  uint32_t room = warp * 2 * RECORD_ROOM;
   if (tile < end) {
-    Coming next = fetch_tile(rooms, room, w, tile, load_offsets(w, tile));
+    Tiles tiles = tiles_from(w, tile, warp * 2 * RECORD_ROOM);
+    Coming next = fetch_tile(tiles, rooms, tile + TARGET_WARPS < end);
     cp_async_commit();
-    Offsets ahead = load_offsets(w, tile + TARGET_WARPS < end ? tile + TARGET_WARPS : tile);
+    const uint16_t *x[n_tile];
+    for (int n = 0; n < n_tile; n++)
+      x[n] = right_at(acts, token0 + MMA_TOKENS * n + lane_of() / 4, m, w.n_group, warp);
     for (; tile < end; tile += TARGET_WARPS) {
       Coming now = next;
-      room = 4 * warp * RECORD_ROOM + RECORD_ROOM - room; /* the other one */
-      uint32_t following = tile + TARGET_WARPS;
-      if (following < end || SEED_BUG == 4) {
-        next = fetch_tile(rooms, room, w, following, ahead);
-        ahead = load_offsets(w, following + TARGET_WARPS < end ? following + TARGET_WARPS : tile);
-      }
+      if (tile + TARGET_WARPS < end || SEED_BUG == 4)
+        next = fetch_tile(tiles, rooms, tile + 2 * TARGET_WARPS < end);
       cp_async_commit();
       if (SEED_BUG != 3)
         cp_async_wait<1>();
@@ -170,7 +184,8 @@ __global__ void __launch_bounds__(TARGET_WARPS *WARP, n_tile > 2 ? 1 : 3) matmul
 #pragma unroll
       for (int n = 0; n < n_tile; n++) {
         float d[4] = {};
-        multiply_tile(d, left, load_right(acts, token0 + MMA_TOKENS * n + lane_of() / 4, m, w.n_group, tile - first));
+        multiply_tile(d, left, load_right(x[n]));
+        x[n] += TARGET_WARPS * COLS;
         for (int j = 0; j < 4; j++)
           s[n][j] = fmaf(d[j], unit[j / 2], s[n][j]);
       }
@@ -231,7 +246,7 @@ __global__ void __launch_bounds__(TARGET_WARPS *WARP, 1) matmul_raw(Products lis
     Left left = load_raw_tile(p.w, block, group);
 #pragma unroll
     for (int n = 0; n < n_tile; n++)
-      multiply_tile(s[n], left, load_right(acts, token0 + MMA_TOKENS * n + lane_of() / 4, m, p.w.n_group, group));
+      multiply_tile(s[n], left, load_right(right_at(acts, token0 + MMA_TOKENS * n + lane_of() / 4, m, p.w.n_group, group)));
   }
   store_sums(part, s);
   __syncthreads();

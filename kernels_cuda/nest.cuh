@@ -6,8 +6,9 @@
 #ifndef CASS_NEST_CUH
 #define CASS_NEST_CUH
 
-#include "backend.h"
 #include "ptx.cuh"
+
+#include "backend.h"
 
 enum { ROWS = 16, COLS = 64, BIAS = 18, RELATIVE_MOST = 140 };
 enum { FORM_EXACT, FORM_RELATIVE };
@@ -44,18 +45,29 @@ struct Planes {
 
 DEVICE uint32_t load_word(const uint8_t *p) { return *(const uint32_t *)p; }
 
-DEVICE Planes load_planes(const CudaMatrix &w, size_t tile) {
+/* Where a lane finds a tile's planes: its own parts of A, B and X. */
+struct Stream {
+  const uint8_t *a, *b, *x;
+};
+
+DEVICE Stream stream_at(const CudaMatrix &w, size_t tile) {
   unsigned g = lane_of() / 4, t = lane_of() % 4;
   if (SEED_BUG == 1)
     g = lane_of() % 8, t = lane_of() / 8;
-  const uint2 *a = (const uint2 *)(w.a + (128 * t + 8 * g) + 512 * tile);
-  const uint2 *b = (const uint2 *)(w.b + (192 * t + 8 * g) + 768 * tile);
+  return {w.a + 512 * tile + 128 * t + 8 * g, w.b + 768 * tile + 192 * t + 8 * g, w.x + 16 * tile + 2 * g};
+}
+
+DEVICE void advance(Stream &s, uint32_t tiles) { s.a += 512 * tiles, s.b += 768 * tiles, s.x += 16 * tiles; }
+
+DEVICE Planes load_planes(const Stream &s) {
   Planes p;
+#pragma unroll
   for (int i = 0; i < 2; i++)
-    p.a[i] = __ldg(a + 8 * i);
+    p.a[i] = __ldg((const uint2 *)(s.a + 64 * i));
+#pragma unroll
   for (int i = 0; i < 3; i++)
-    p.b[i] = __ldg(b + 8 * i);
-  p.x = __ldg((const uint16_t *)(w.x + 2 * g + 16 * tile));
+    p.b[i] = __ldg((const uint2 *)(s.b + 64 * i));
+  p.x = __ldg((const uint16_t *)s.x);
   return p;
 }
 
@@ -65,10 +77,10 @@ DEVICE Planes load_planes(const CudaMatrix &w, size_t tile) {
 enum { RECORD_ROOM = 688, RECORD_CHUNKS = RECORD_ROOM / 16 - 1 };
 
 /* Fetches a tile's record; all lanes' copies are there after cp_async_wait and __syncwarp. */
-DEVICE void fetch_record(uint8_t *room, const CudaMatrix &w, uint32_t from, uint32_t to) {
-  uint32_t begin = from & ~15u, lane = lane_of(), chunks = (to - begin + 15) / 16;
+DEVICE void fetch_record(uint8_t *room, const uint8_t *side, uint32_t from, uint32_t to) {
+  uint32_t lane = lane_of(), begin = from & ~15u, chunks = (to - begin + 15) / 16;
   room += 16 * lane;
-  const uint8_t *p = w.side + begin + 16 * lane;
+  const uint8_t *p = side + 16 * lane + begin;
   if (lane < chunks)
     cp_async16(room, p);
   if (lane + WARP < chunks && lane + WARP < RECORD_CHUNKS) /* few tiles have so much */

@@ -39,9 +39,9 @@ KERNELS = {
     "matmul_draftILi1E": ("draft, 1 token", 64, "IDP", 16, "draft"),
     "matmul_draftILi2E": ("draft, 2 tokens", 64, "IDP", 32, "draft"),
     "matmul_draftILi4E": ("draft, 4 tokens", 96, "IDP", 64, "draft"),
-    "matmul_nestILi1E": ("target, 8 tokens", 80, "HMMA", 4, "target"),
-    "matmul_nestILi2E": ("target, 16 tokens", 80, "HMMA", 8, "target"),
-    "matmul_nestILi8E": ("target, 64 tokens", 168, "HMMA", 32, "target"),
+    "matmul_nestILi1E": ("target, 8 tokens", 128, "HMMA", 4, "target"),
+    "matmul_nestILi2E": ("target, 16 tokens", 128, "HMMA", 8, "target"),
+    "matmul_nestILi8E": ("target, 64 tokens", 200, "HMMA", 32, "target"),
 }
 
 
