@@ -1,6 +1,7 @@
 /* The table of the CUDA library. */
 #include "acts.cuh"
 #include "matmul.cuh"
+#include "ops.cuh"
 
 #include <cuda_runtime_api.h>
 
@@ -84,8 +85,42 @@ static int run_draft(const CudaProduct *list, uint32_t n, const CudaActs *acts, 
   return last();
 }
 
+static int run_embed(float *x, uint32_t ld, const int *ids, uint32_t m, const CudaMatrix *w, int draft, CudaStream s) {
+  LAUNCH(embed_rows, dim3(pieces(w->n_group, OPS_WARPS), m), dim3(OPS_THREADS), s, x, ld, ids, *w, draft);
+  return last();
+}
+
+static int run_add_norm(float *h, float *x, uint32_t ld, uint32_t m, int add, const uint16_t *weight, uint32_t n, float eps,
+                        CudaStream s) {
+  LAUNCH(add_norm, dim3(m), dim3(OPS_THREADS), s, h, x, ld, add, weight, n, eps);
+  return last();
+}
+
+static int run_angles(float *cos_sin, const float *inv_freq, float factor, const uint32_t *pos, uint32_t m, uint32_t head_dim,
+                      CudaStream s) {
+  LAUNCH(rope_angles, dim3(m), dim3(OPS_THREADS), s, cos_sin, inv_freq, factor, pos, head_dim);
+  return last();
+}
+
+static int run_finish_qkv(const CudaHeads *h, uint32_t m, const float *cos_sin, const uint32_t *pos, CudaStream s) {
+  uint32_t units = m * (h->n_head + 2 * h->n_head_kv);
+  LAUNCH(finish_qkv, dim3(pieces(units, OPS_WARPS)), dim3(OPS_THREADS), s, *h, m, cos_sin, pos);
+  return last();
+}
+
+static int run_swiglu(float *gate, const float *up, uint32_t ld, uint32_t m, uint32_t n, CudaStream s) {
+  LAUNCH(swiglu, dim3(pieces(n, OPS_THREADS), m), dim3(OPS_THREADS), s, gate, up, ld, n);
+  return last();
+}
+
+static int run_argmax(int *out, const float *logits, uint32_t ld, uint32_t m, uint32_t n, CudaStream s) {
+  LAUNCH(argmax_rows, dim3(m), dim3(OPS_THREADS), s, out, logits, ld, n);
+  return last();
+}
+
 static const PycassCuda table = {sizeof(PycassCuda), device_alloc,    device_release, device_upload, device_download,
                                  device_zero,        device_wait,     error_text,     run_find_form, run_decode,
-                                 run_ready,          run_matmul,      run_draft};
+                                 run_ready,          run_matmul,      run_draft,      run_embed,     run_add_norm,
+                                 run_angles,         run_finish_qkv,  run_swiglu,     run_argmax};
 
 extern "C" __attribute__((visibility("default"))) const PycassCuda *pycass_cuda(void) { return &table; }

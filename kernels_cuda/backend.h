@@ -51,6 +51,16 @@ typedef struct CudaProduct {
 } CudaProduct;
 enum { CUDA_PRODUCTS = 3 }; /* at most, in one launch: of the same activations */
 
+/* A layer's queries [m][ld_q], keys and values [m][ld_kv] as products give them, what they want, and where keys and values of
+ * this layer lie in the cache, [n_head_kv][n_ctx][head_dim] BF16. Biases and norms NULL if there are none. */
+typedef struct CudaHeads {
+  float *q, *k, *v;
+  uint32_t ld_q, ld_kv, n_head, n_head_kv, head_dim, n_ctx;
+  float eps;
+  const uint16_t *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;
+  uint16_t *k_cache, *v_cache;
+} CudaHeads;
+
 #ifndef __CUDACC_RTC__
 typedef struct PycassCuda {
   uint32_t size; /* of this struct, for a host of another version */
@@ -73,6 +83,20 @@ typedef struct PycassCuda {
   int (*matmul)(const CudaProduct *list, uint32_t n, const CudaActs *acts, uint32_t m, CudaStream s);
   /* nest only */
   int (*matmul_draft)(const CudaProduct *list, uint32_t n, const CudaActs *acts, uint32_t m, CudaStream s);
+
+  /* The transformer's other steps. ids and pos (the first token's position) are the device's, so that steps can be recorded in
+   * a graph and a draft can go on without the host. */
+  int (*embed)(float *x, uint32_t ld, const int *ids, uint32_t m, const CudaMatrix *w, int draft, CudaStream s);
+  /* x += h if add, then h = norm(x): both [m][ld] */
+  int (*add_norm)(float *h, float *x, uint32_t ld, uint32_t m, int add, const uint16_t *weight, uint32_t n, float eps,
+                  CudaStream s);
+  int (*angles)(float *cos_sin, const float *inv_freq, float factor, const uint32_t *pos, uint32_t m, uint32_t head_dim,
+                CudaStream s);
+  int (*finish_qkv)(const CudaHeads *h, uint32_t m, const float *cos_sin, const uint32_t *pos, CudaStream s);
+  /* gate = silu(gate) * up, [m][ld], n of each row */
+  int (*swiglu)(float *gate, const float *up, uint32_t ld, uint32_t m, uint32_t n, CudaStream s);
+  /* out [m]: the first of the largest of n logits */
+  int (*argmax)(int *out, const float *logits, uint32_t ld, uint32_t m, uint32_t n, CudaStream s);
 } PycassCuda;
 
 const PycassCuda *pycass_cuda(void);

@@ -64,6 +64,13 @@ def test_products_sanitized(build, mode, order, copy):
     assert simt(build, f"simt_products_{mode}_0", *args, order=order, copy=copy) == (0, "ok\n")
 
 
+@pytest.mark.parametrize("mode", ["plain", "asan", "tsan"])
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_other_kernels(build, mode, order):
+    args = [] if mode == "plain" else ["little"]
+    assert simt(build, f"simt_ops_{mode}_0", *args, order=order) == (0, "ok\n")
+
+
 # The bug, the mode that has to find it, and what is then said (kernels_cuda/ptx.cuh has the list).
 SEEDED = [
     (1, "plain", "other words in tile"),            # a wrong lane map
