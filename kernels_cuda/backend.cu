@@ -1,5 +1,6 @@
 /* The table of the CUDA library. */
 #include "acts.cuh"
+#include "attend.cuh"
 #include "matmul.cuh"
 #include "ops.cuh"
 
@@ -108,6 +109,14 @@ static int run_finish_qkv(const CudaHeads *h, uint32_t m, const float *cos_sin, 
   return last();
 }
 
+static int run_attend(float *out, uint32_t ld, const float *q, uint32_t ld_q, uint32_t m, const CudaKv *kv, const uint32_t *pos,
+                      uint32_t n_seen, int draft, float *work, CudaStream s) {
+  uint32_t n_chunk = pieces(n_seen, CHUNK), parts = pieces(kv->n_head / kv->n_head_kv, ATTEND_HEADS);
+  LAUNCH(attend_pieces, dim3(n_chunk, kv->n_head_kv * parts, m), dim3(ATTEND_THREADS), s, work, q, ld_q, *kv, pos, draft);
+  LAUNCH(join_pieces, dim3(kv->n_head, m), dim3(ATTEND_THREADS), s, out, ld, work, *kv, n_chunk, pos);
+  return last();
+}
+
 static int run_swiglu(float *gate, const float *up, uint32_t ld, uint32_t m, uint32_t n, CudaStream s) {
   LAUNCH(swiglu, dim3(pieces(n, OPS_THREADS), m), dim3(OPS_THREADS), s, gate, up, ld, n);
   return last();
@@ -121,6 +130,6 @@ static int run_argmax(int *out, const float *logits, uint32_t ld, uint32_t m, ui
 static const PycassCuda table = {sizeof(PycassCuda), device_alloc,    device_release, device_upload, device_download,
                                  device_zero,        device_wait,     error_text,     run_find_form, run_decode,
                                  run_ready,          run_matmul,      run_draft,      run_embed,     run_add_norm,
-                                 run_angles,         run_finish_qkv,  run_swiglu,     run_argmax};
+                                 run_angles,         run_finish_qkv,  run_attend,     run_swiglu,    run_argmax};
 
 extern "C" __attribute__((visibility("default"))) const PycassCuda *pycass_cuda(void) { return &table; }

@@ -61,6 +61,19 @@ typedef struct CudaHeads {
   uint16_t *k_cache, *v_cache;
 } CudaHeads;
 
+/* A layer's keys and values: plain rows [n_head_kv][n_ctx][head_dim], and where a block of 64 positions is encoded (codec nest,
+ * docs/format.md), where its data lie, at a multiple of 64. */
+typedef struct CudaKv {
+  const uint16_t *k, *v;
+  const uint8_t *const *block; /* [n_ctx / 64], NULL for a plain one; or NULL */
+  uint32_t n_head, n_head_kv, head_dim, n_ctx;
+} CudaKv;
+enum { CUDA_MOST_HEAD_DIM = 256, CUDA_CHUNK = 128 }; /* larger heads are the host's to refuse; positions of a piece */
+/* Floats of attend's work for m tokens of which none sees more than n_seen positions. */
+static inline size_t cuda_attend_work(const CudaKv *kv, uint32_t m, uint32_t n_seen) {
+  return (size_t)m * kv->n_head * ((n_seen + CUDA_CHUNK - 1) / CUDA_CHUNK) * (kv->head_dim + 2);
+}
+
 #ifndef __CUDACC_RTC__
 typedef struct PycassCuda {
   uint32_t size; /* of this struct, for a host of another version */
@@ -93,6 +106,9 @@ typedef struct PycassCuda {
   int (*angles)(float *cos_sin, const float *inv_freq, float factor, const uint32_t *pos, uint32_t m, uint32_t head_dim,
                 CudaStream s);
   int (*finish_qkv)(const CudaHeads *h, uint32_t m, const float *cos_sin, const uint32_t *pos, CudaStream s);
+  /* out [m][ld] of q [m][ld_q]; token i sees positions up to *pos + i, at most n_seen of them. */
+  int (*attend)(float *out, uint32_t ld, const float *q, uint32_t ld_q, uint32_t m, const CudaKv *kv, const uint32_t *pos,
+                uint32_t n_seen, int draft, float *work, CudaStream s);
   /* gate = silu(gate) * up, [m][ld], n of each row */
   int (*swiglu)(float *gate, const float *up, uint32_t ld, uint32_t m, uint32_t n, CudaStream s);
   /* out [m]: the first of the largest of n logits */

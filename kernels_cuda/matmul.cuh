@@ -255,10 +255,6 @@ __global__ void __launch_bounds__(TARGET_WARPS *WARP, 1) matmul_raw(Products lis
 
 /* ---- draft -------------------------------------------------------------------------------------- */
 
-/* Draft magnitudes by cell. */
-#define MAGNITUDES_LOW 0x3d2b1f16u
-#define MAGNITUDES_HIGH 0x040d7755u
-
 /* Products of a row's 8 columns, v, with tokens' activations: a nibble with its sign bit set asks for a byte's sign, which is
  * 0, so the positive weights are one look-up and the negative ones another. */
 template <int n_token> DEVICE void draft_row(float (&s)[n_token], uint32_t v, const uint4 (&q)[n_token], const float (&unit)[n_token]) {

@@ -14,7 +14,9 @@ enum { ROWS = 16, COLS = 64, BIAS = 18, RELATIVE_MOST = 140 };
 enum { FORM_EXACT, FORM_RELATIVE };
 #define PANEL_SCALE 281474976710656.0f /* 2^48 */
 
-/* By cell: E; 64 M6. Four to a word, as PRMT wants them. */
+/* By cell: draft magnitudes; E; 64 M6. Four to a word, as PRMT wants them. */
+#define MAGNITUDES_LOW 0x3d2b1f16u
+#define MAGNITUDES_HIGH 0x040d7755u
 #define EXPONENTS_LOW 0x11111010u
 #define EXPONENTS_HIGH 0x000f1212u
 #define TOP_BITS_LOW 0x40004000u

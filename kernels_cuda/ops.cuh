@@ -45,7 +45,7 @@ DEVICE uint32_t hot_word(const CudaMatrix &w, uint32_t row, uint32_t column) {
 /* The draft's weight of a row's column. */
 DEVICE float draft_weight(const CudaMatrix &w, size_t tile, uint32_t row, uint32_t k) {
   uint32_t nibble = w.a[512 * tile + 64 * (k / 8) + 4 * row + k % 8 / 2] >> 4 * (k % 2) & 15u;
-  uint32_t magnitude = prmt(0x3d2b1f16u, 0x040d7755u, nibble & 7u) & 255u;
+  uint32_t magnitude = prmt(MAGNITUDES_LOW, MAGNITUDES_HIGH, nibble & 7u) & 255u;
   float v = (float)magnitude * (1.0f / 70.0f) * __uint_as_float((uint32_t)w.x[16 * tile + row] << 23);
   return nibble & 8u ? -v : v;
 }

@@ -65,10 +65,11 @@ def test_products_sanitized(build, mode, order, copy):
 
 
 @pytest.mark.parametrize("mode", ["plain", "asan", "tsan"])
-@pytest.mark.parametrize("order", ["forward", "reverse"])
-def test_other_kernels(build, mode, order):
-    args = [] if mode == "plain" else ["little"]
-    assert simt(build, f"simt_ops_{mode}_0", *args, order=order) == (0, "ok\n")
+@pytest.mark.parametrize("order", ["forward", "reverse", "random:1"])
+@pytest.mark.parametrize("name", ["ops", "attend"])
+def test_other_kernels(build, name, mode, order):
+    args = ["little"] if mode == "tsan" else []
+    assert simt(build, f"simt_{name}_{mode}_0", *args, order=order) == (0, "ok\n")
 
 
 # The bug, the mode that has to find it, and what is then said (kernels_cuda/ptx.cuh has the list).
