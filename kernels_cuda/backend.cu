@@ -1,6 +1,7 @@
 /* The table of the CUDA library. */
 #include "acts.cuh"
 #include "attend.cuh"
+#include "encode.cuh"
 #include "matmul.cuh"
 #include "ops.cuh"
 
@@ -117,6 +118,18 @@ static int run_attend(float *out, uint32_t ld, const float *q, uint32_t ld_q, ui
   return last();
 }
 
+static int run_encode(uint8_t *units, uint32_t *sizes, const CudaKv *kv, uint32_t pos, CudaStream s) {
+  LAUNCH(encode_units, dim3(2 * kv->n_head_kv), dim3(WARP), s, units, cuda_unit_room(kv->head_dim), sizes, *kv, pos);
+  return last();
+}
+
+static int run_pack(uint8_t *block, const uint8_t *units, const uint32_t *sizes, uint32_t n_head_kv, uint32_t head_dim,
+                    CudaStream s) {
+  LAUNCH(pack_units, dim3(2 * n_head_kv), dim3(OPS_THREADS), s, block, units, cuda_unit_room(head_dim), sizes, n_head_kv,
+         head_dim);
+  return last();
+}
+
 static int run_swiglu(float *gate, const float *up, uint32_t ld, uint32_t m, uint32_t n, CudaStream s) {
   LAUNCH(swiglu, dim3(pieces(n, OPS_THREADS), m), dim3(OPS_THREADS), s, gate, up, ld, n);
   return last();
@@ -130,6 +143,7 @@ static int run_argmax(int *out, const float *logits, uint32_t ld, uint32_t m, ui
 static const PycassCuda table = {sizeof(PycassCuda), device_alloc,    device_release, device_upload, device_download,
                                  device_zero,        device_wait,     error_text,     run_find_form, run_decode,
                                  run_ready,          run_matmul,      run_draft,      run_embed,     run_add_norm,
-                                 run_angles,         run_finish_qkv,  run_attend,     run_swiglu,    run_argmax};
+                                 run_angles,         run_finish_qkv,  run_attend,     run_encode,    run_pack,
+                                 run_swiglu,         run_argmax};
 
 extern "C" __attribute__((visibility("default"))) const PycassCuda *pycass_cuda(void) { return &table; }

@@ -69,12 +69,31 @@ typedef struct CudaKv {
   uint32_t n_head, n_head_kv, head_dim, n_ctx;
 } CudaKv;
 enum { CUDA_MOST_HEAD_DIM = 256, CUDA_CHUNK = 128 }; /* larger heads are the host's to refuse; positions of a piece */
+enum { CUDA_BLOCK_SLACK = 128 };                         /* zeros behind an encoded block, which decoders may read */
+
+#ifndef __CUDACC_RTC__
 /* Floats of attend's work for m tokens of which none sees more than n_seen positions. */
 static inline size_t cuda_attend_work(const CudaKv *kv, uint32_t m, uint32_t n_seen) {
   return (size_t)m * kv->n_head * ((n_seen + CUDA_CHUNK - 1) / CUDA_CHUNK) * (kv->head_dim + 2);
 }
 
-#ifndef __CUDACC_RTC__
+/* Encoding a block: room for each of 2 n_head_kv units, and what they take together once their sizes are known. A unit's first
+ * part and, in the block, its rest are multiples of 64. */
+static inline uint32_t cuda_unit_first(uint32_t head_dim) {
+  uint32_t tiles = (head_dim + 15) / 16;
+  return (16 * tiles + 63) / 64 * 64 + 1280 * tiles;
+}
+static inline uint32_t cuda_unit_room(uint32_t head_dim) {
+  uint32_t tiles = (head_dim + 15) / 16, rest = 4 * (tiles + 1) + tiles * (2 + 640 + 1024);
+  return cuda_unit_first(head_dim) + (rest + 63) / 64 * 64;
+}
+static inline size_t cuda_block_bytes(const uint32_t *sizes, uint32_t n_head_kv, uint32_t head_dim) {
+  size_t n = (16 * (size_t)n_head_kv + 63) / 64 * 64 + CUDA_BLOCK_SLACK;
+  for (uint32_t i = 0; i < 2 * n_head_kv; i++)
+    n += cuda_unit_first(head_dim) + (sizes[i] + 63) / 64 * 64;
+  return n;
+}
+
 typedef struct PycassCuda {
   uint32_t size; /* of this struct, for a host of another version */
 
@@ -109,6 +128,10 @@ typedef struct PycassCuda {
   /* out [m][ld] of q [m][ld_q]; token i sees positions up to *pos + i, at most n_seen of them. */
   int (*attend)(float *out, uint32_t ld, const float *q, uint32_t ld_q, uint32_t m, const CudaKv *kv, const uint32_t *pos,
                 uint32_t n_seen, int draft, float *work, CudaStream s);
+  /* 64 plain positions of a layer from pos on: units [2 n_head_kv][cuda_unit_room], sizes [2 n_head_kv]. Then, with
+   * cuda_block_bytes of those, the block as attend reads it. */
+  int (*encode)(uint8_t *units, uint32_t *sizes, const CudaKv *kv, uint32_t pos, CudaStream s);
+  int (*pack)(uint8_t *block, const uint8_t *units, const uint32_t *sizes, uint32_t n_head_kv, uint32_t head_dim, CudaStream s);
   /* gate = silu(gate) * up, [m][ld], n of each row */
   int (*swiglu)(float *gate, const float *up, uint32_t ld, uint32_t m, uint32_t n, CudaStream s);
   /* out [m]: the first of the largest of n logits */

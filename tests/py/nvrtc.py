@@ -8,7 +8,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels_cuda"
 SOURCE = """
 #include "matmul.cuh"
 #include "acts.cuh"
-#include "attend.cuh"
+#include "encode.cuh"
 template __global__ void matmul_nest<1>(Products, CudaActs, uint32_t);
 template __global__ void matmul_nest<2>(Products, CudaActs, uint32_t);
 template __global__ void matmul_nest<8>(Products, CudaActs, uint32_t);

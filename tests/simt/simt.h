@@ -136,6 +136,7 @@ template <class T> T __ldg(const T *p) {
     std::abort(); /* the hardware traps, too */
   return *p;
 }
+inline uint32_t atomicOr(uint32_t *p, uint32_t v) { return __atomic_fetch_or(p, v, __ATOMIC_RELAXED); }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++)

@@ -143,6 +143,34 @@ static void test_attend(uint32_t n_head, uint32_t n_head_kv, uint32_t dim, uint3
   cache_free(&a);
 }
 
+/* A block encoded on the device: what the table points at is what the CPU's encoder makes. */
+static void test_encode(uint32_t n_head_kv, uint32_t dim, int kind) {
+  enum { POS = 64 };
+  Cache a = cache_make(n_head_kv, n_head_kv, dim, 128, 0, kind);
+  uint32_t room = cuda_unit_room(dim), first = cuda_unit_first(dim), n_unit = 2 * n_head_kv, tiles = (dim + 15) / 16;
+  uint8_t *units = device_alloc((size_t)n_unit * room);
+  uint32_t *device_sizes = device_alloc(n_unit * sizeof *device_sizes), sizes[16];
+  OK(cuda->encode(units, device_sizes, &a.d, POS, NULL));
+  OK(cuda->download(sizes, device_sizes, n_unit * sizeof *sizes, NULL));
+  size_t bytes = cuda_block_bytes(sizes, n_head_kv, dim);
+  uint8_t *block = device_alloc(bytes), *got = malloc(bytes), *want = calloc(1, room);
+  OK(cuda->pack(block, units, device_sizes, n_head_kv, dim, NULL));
+  OK(cuda->download(got, block, bytes, NULL));
+  for (uint32_t u = 0; u < n_unit; u++) {
+    const uint16_t *rows = (u % 2 ? a.v : a.k) + ((size_t)(u / 2) * 128 + POS) * dim;
+    uint8_t *planes = want + round_up(16 * tiles, 64);
+    size_t size = nest_encode_columns(rows, dim, dim, u % 2 == 0, planes, want, planes + 512 * tiles, want + first);
+    CHECK(size == sizes[u], "%s, unit %u: %u bytes, not %zu", kind_name[kind], u, sizes[u], size);
+    CHECK(memcmp(want, got + load_u32(got + 8 * u), first) == 0, "%s, unit %u: other planes", kind_name[kind], u);
+    CHECK(memcmp(want + first, got + load_u32(got + 8 * u + 4), size) == 0, "%s, unit %u: another side part", kind_name[kind], u);
+  }
+  OK(cuda->release(units));
+  OK(cuda->release(device_sizes));
+  OK(cuda->release(block));
+  free(got), free(want);
+  cache_free(&a);
+}
+
 int main(int argc, char **argv) {
   bool little = argc > 1 && !strcmp(argv[1], "little");
   flush_denormals();
@@ -150,6 +178,8 @@ int main(int argc, char **argv) {
   device_open();
   test_attend(6, 2, 64, 150, 64, GAUSS);
   test_attend(2, 1, 80, 5, 0, GAUSS);
+  for (int kind = 0; kind < (little ? 2 : N_KIND); kind++)
+    test_encode(1 + kind % 3, kind % 2 ? 64 : 36, kind);
   if (!little) {
     test_attend(4, 4, 128, 300, 192, GAUSS), test_attend(9, 1, 36, 140, 128, GAUSS), test_attend(2, 2, 256, 131, 64, GAUSS);
     test_attend(3, 1, 64, 200, 128, ESCAPES), test_attend(3, 1, 64, 130, 64, ZEROS), test_attend(2, 1, 64, 130, 64, DENORMAL);
