@@ -92,6 +92,7 @@ def test_seeded_bugs_are_found(build, bug, mode, said):
 def test_static_table():
     need("nvcc", toolchain.find_tool("nvcc"), EXTRA)
     need("nvdisasm", toolchain.find_tool("nvdisasm"), EXTRA)
+    need("nvcc 13.0, which the table is of", "release 13.0" in run(toolchain.find_tool("nvcc"), "--version"), EXTRA)
     out = run(sys.executable, ROOT / "kernels_cuda" / "static_table.py", "--check")
     assert out.count("\n| ") >= len(static_table.KERNELS) * len(static_table.GPUS)
 

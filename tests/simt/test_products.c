@@ -183,6 +183,27 @@ static void test_draft_integers(void) {
   }
 }
 
+/* Damaged planes and records (offsets are checked when a file is loaded): any words, but nothing out of range, which address
+ * sanitizer sees. */
+static void test_damaged(int kind, uint32_t rows, uint32_t cols) {
+  Case t = case_make(PYCASS_CODEC_NEST, kind, rows, cols);
+  size_t tiles = matrix_tiles(&t.w), from = 4 * (tiles + 1), end = load_u32(t.side + 4 * tiles);
+  for (uint32_t i = 0; i < 40; i++) {
+    t.a[random_below((uint32_t)(512 * tiles))] |= (uint8_t)random_u32();
+    t.side[from + random_below((uint32_t)(end - from))] = (uint8_t)random_u32();
+  }
+  memset(t.a, 0x77, 512); /* all cell 7 */
+  for (size_t i = 0; i < tiles; i += 2)
+    t.side[load_u32(t.side + 4 * i)] = 255, t.side[load_u32(t.side + 4 * i) + 1] |= i % 4 ? 7 : 71;
+  Trial a = trial_make(t, "damaged");
+  uint16_t *out = device_alloc(tiles * sizeof(TileWords));
+  for (int relative = 0; relative < 2; relative++)
+    OK(cuda->decode(out, &a.d.w, relative, NULL));
+  free(device_product(&a, 5, false)), free(device_product(&a, 2, true));
+  OK(cuda->release(out));
+  trial_free(&a);
+}
+
 int main(int argc, char **argv) {
   bool little = argc > 1 && !strcmp(argv[1], "little");
   flush_denormals();
@@ -197,6 +218,7 @@ int main(int argc, char **argv) {
   test_raw(GAUSS, 19, 136);
   if (!little)
     test_raw(GAUSS, 33, 131), test_nest(GAUSS, 16, 18 * 64, 64), test_draft_integers();
+  test_damaged(GAUSS, 32, 200), test_damaged(ESCAPES, 16, 64), test_damaged(ZERO, 16, 64);
   printf("ok\n");
   return 0;
 }
