@@ -33,7 +33,7 @@ function(pycass_cuda_library target file)
   add_custom_command(
     OUTPUT ${file}
     COMMAND ${PYCASS_NVCC} -std=c++17 -O3 -fmad=false -ftz=true ${code} -shared -cudart static -L${home}/lib
-            -Xcompiler -fPIC,-fvisibility=hidden -o ${file} ${CMAKE_SOURCE_DIR}/kernels_cuda/backend.cu
+            -Xcompiler -fPIC,-fvisibility=hidden,-static-libstdc++,-static-libgcc -Xlinker --exclude-libs=ALL -o ${file} ${CMAKE_SOURCE_DIR}/kernels_cuda/backend.cu
     DEPENDS ${CMAKE_SOURCE_DIR}/kernels_cuda/backend.cu ${sources}
     COMMENT "Building ${file} for ${PYCASS_CUDA_ARCHS}")
   add_custom_target(${target}_library ALL DEPENDS ${file})

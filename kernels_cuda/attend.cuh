@@ -1,5 +1,5 @@
-/* Attention over the KV cache, in pieces of CHUNK positions whatever the number of tokens: each has its own largest score, sum and
- * mix, and a second kernel puts the pieces together in order. Rows are brought to shared memory 64 positions at a time, plain
+/* Attention over the KV cache, in pieces of CHUNK positions whatever the number of tokens: each has its own largest score, sum
+ * and mix, and a second kernel puts the pieces together in order. Rows are brought to shared memory 64 positions at a time, plain
  * ones as they are, blocks of the codec nest decoded (docs/format.md, "Blocks of the KV cache"). */
 #ifndef CASS_ATTEND_CUH
 #define CASS_ATTEND_CUH
@@ -30,8 +30,8 @@ DEVICE CudaMatrix encoded_rows(const CudaKv &kv, const uint8_t *block, uint32_t 
   return w;
 }
 
-/* What the draft takes a cell for: by cell, the BF16 word of a key for G = BIAS, to which mantissa bits are added but for the last
- * one; a value's magnitude, 70 times too large, is exact in BF16. */
+/* What the draft takes a cell for: by cell, the BF16 word of a key for G = BIAS, to which mantissa bits are added but for the
+ * last one; a value's magnitude, 70 times too large, is exact in BF16. */
 DEVICE uint32_t draft_key(uint32_t nibble, uint32_t low6, uint32_t group) {
   uint32_t c = nibble & 7u;
   uint32_t base = c == 7 ? 14u << 7 : c == 6 ? (15u << 7 | 32u) : (16u + c / 2) << 7 | c % 2 << 6;

@@ -189,7 +189,8 @@ __global__ void __launch_bounds__(WARP)
 
 /* Units that encode_units left at room's distance, close together, with the table before them. A block of threads has a unit. */
 __global__ void __launch_bounds__(OPS_THREADS)
-    pack_units(uint8_t *block, const uint8_t *units, uint32_t room, const uint32_t *sizes, uint32_t n_head_kv, uint32_t head_dim) {
+    pack_units(uint8_t *block, const uint8_t *units, uint32_t room, const uint32_t *sizes, uint32_t n_head_kv,
+               uint32_t head_dim) {
   uint32_t tiles = (head_dim + ROWS - 1) / ROWS, first = (16 * tiles + 63) / 64 * 64 + 1280 * tiles, unit = blockIdx.x;
   uint32_t at = (16 * n_head_kv + 63) / 64 * 64;
   for (uint32_t i = 0; i < unit; i++)

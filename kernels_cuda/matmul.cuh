@@ -257,7 +257,8 @@ __global__ void __launch_bounds__(TARGET_WARPS *WARP, 1) matmul_raw(Products lis
 
 /* Products of a row's 8 columns, v, with tokens' activations: a nibble with its sign bit set asks for a byte's sign, which is
  * 0, so the positive weights are one look-up and the negative ones another. */
-template <int n_token> DEVICE void draft_row(float (&s)[n_token], uint32_t v, const uint4 (&q)[n_token], const float (&unit)[n_token]) {
+template <int n_token>
+DEVICE void draft_row(float (&s)[n_token], uint32_t v, const uint4 (&q)[n_token], const float (&unit)[n_token]) {
   uint32_t w = v ^ 0x88888888u;
   uint32_t plus[2] = {prmt(MAGNITUDES_LOW, MAGNITUDES_HIGH, v), prmt(MAGNITUDES_LOW, MAGNITUDES_HIGH, v >> 16)};
   uint32_t minus[2] = {prmt(MAGNITUDES_LOW, MAGNITUDES_HIGH, w), prmt(MAGNITUDES_LOW, MAGNITUDES_HIGH, w >> 16)};

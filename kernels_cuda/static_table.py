@@ -121,7 +121,7 @@ def hot_path(code, labels, mark):
         instruction, target = code[i], target_of(code[i], labels)
         after = [i + 1]
         if "BRA" in opcode(instruction):
-            conditional = instruction[0] == "@" or ".DIV" in instruction or ".CONV" in instruction or re.search(r"BRA\S* !?U?P", instruction)
+            conditional = instruction[0] == "@" or re.search(r"BRA(\.DIV|\.CONV|\S* !?U?P)", instruction)
             after = ([i + 1] if conditional else []) + ([target] if target is not None and i < target <= end else [])
         for j in after:
             if len(best.get(j, ())) < len(best[i]) + 1:
@@ -168,13 +168,14 @@ def share(gpu, kind, per_weight):
 
 
 def table(results):
-    lines = ["| kernel | arch | registers | spills | lane instructions per weight | of them alu / imad / memory | GPU | limit, of bandwidth |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = ["| kernel | arch | registers | spills | lane instructions per weight | of them alu / imad / memory | GPU "
+             "| limit, of bandwidth |", "|---|---|---|---|---|---|---|---|"]
     for gpu, (arch, *_) in GPUS.items():
         for title, kind, registers, spills, _, pipes in results[arch][0]:
             possible, pipe = share(gpu, kind, pipes)
             parts = " / ".join(f"{pipes[p]:.2f}" for p in ("alu", "imad", "memory"))
-            lines.append(f"| {title} | {arch} | {registers} | {spills} | {pipes['issue']:.2f} | {parts} | {gpu} | {possible:.2f} ({pipe}) |")
+            lines.append(f"| {title} | {arch} | {registers} | {spills} | {pipes['issue']:.2f} | {parts} | {gpu} "
+                         f"| {possible:.2f} ({pipe}) |")
     return "\n".join(lines)
 
 

@@ -62,7 +62,8 @@ static inline DeviceMatrix device_matrix(const Case *t) {
 }
 
 static inline void device_matrix_free(DeviceMatrix *d) {
-  const void *all[] = {d->w.raw, d->w.a, d->w.x, d->w.b, d->w.side, d->w.form, d->w.hot_words, d->w.hot, d->w.hot_mask, d->w.bias};
+  const void *all[] = {d->w.raw, d->w.a, d->w.x, d->w.b, d->w.side, d->w.form, d->w.hot_words,
+                       d->w.hot, d->w.hot_mask, d->w.bias};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     if (all[i])
       OK(cuda->release((void *)(uintptr_t)all[i]));

@@ -33,8 +33,10 @@ static Cache cache_make(uint32_t n_head, uint32_t n_head_kv, uint32_t dim, uint3
     block[a.kv.encoded / 64] = device_copy(b->data, b->bytes);
     kv_encoded(&a.kv, true);
   }
-  for (uint32_t h = 0; h < n_head_kv; h++) /* nobody may read these */
-    memset(a.kv.k + kv_at(&a.kv, 0, h, 0), 255, 2 * n_encoded * dim), memset(a.kv.v + kv_at(&a.kv, 0, h, 0), 255, 2 * n_encoded * dim);
+  for (uint32_t h = 0; h < n_head_kv; h++) { /* nobody may read these */
+    memset(a.kv.k + kv_at(&a.kv, 0, h, 0), 255, 2 * n_encoded * dim);
+    memset(a.kv.v + kv_at(&a.kv, 0, h, 0), 255, 2 * n_encoded * dim);
+  }
   a.d = (CudaKv){device_copy(a.kv.k, 2 * n), device_copy(a.kv.v, 2 * n), device_copy(block, (n_pos / 64 + 1) * sizeof *block),
                  n_head, n_head_kv, dim, n_pos};
   free(block);
@@ -119,7 +121,8 @@ static void test_attend(uint32_t n_head, uint32_t n_head_kv, uint32_t dim, uint3
   enum { M = 3 };
   Cache a = cache_make(n_head, n_head_kv, dim, n_pos, n_encoded, kind);
   uint32_t first = n_pos - M, ld = n_head * dim;
-  float *q = malloc(M * ld * sizeof *q), *keys = malloc((size_t)n_pos * dim * sizeof *keys), *values = malloc((size_t)n_pos * dim * sizeof *values);
+  float *q = malloc(M * ld * sizeof *q), *keys = malloc((size_t)n_pos * dim * sizeof *keys);
+  float *values = malloc((size_t)n_pos * dim * sizeof *values);
   double *want = malloc(dim * sizeof *want), *bound = malloc(dim * sizeof *bound);
   for (uint32_t i = 0; i < M * ld; i++)
     q[i] = random_gauss();
