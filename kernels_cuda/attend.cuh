@@ -30,12 +30,12 @@ DEVICE CudaMatrix encoded_rows(const CudaKv &kv, const uint8_t *block, uint32_t 
   return w;
 }
 
-/* What the draft takes a cell for: by cell, the BF16 word of a key for G = BIAS, to which mantissa bits are added but for the
- * last one; a value's magnitude, 70 times too large, is exact in BF16. */
+/* What the draft takes keys and values for (docs/format.md, "Blocks of the KV cache"), as BF16: a key's integer has seven bits; a
+ * value's magnitude, 70 times too large, is exact, too. */
 DEVICE uint32_t draft_key(uint32_t nibble, uint32_t low6, uint32_t group) {
-  uint32_t c = nibble & 7u;
-  uint32_t base = c == 7 ? 14u << 7 : c == 6 ? (15u << 7 | 32u) : (16u + c / 2) << 7 | c % 2 << 6;
-  return ((nibble & 8u) << 12) + base + (c == 7 ? 0 : low6) + ((group - BIAS) << 7);
+  uint32_t c = nibble & 7u, m = low6 >> 2;
+  uint32_t x = c < 2 ? 16 + 8 * c + (m + 1) / 2 : c < 4 ? 16 * c + m : c < 6 ? 32 * c - 63 + 2 * m : c == 6 ? 10 + (m + 2) / 4 : 4;
+  return (__float_as_uint((float)x) >> 16) + ((group - 127 - 6) << 7) + ((nibble & 8u) << 12);
 }
 DEVICE uint32_t draft_value(uint32_t nibble, uint32_t group) {
   uint32_t magnitude = prmt(MAGNITUDES_LOW, MAGNITUDES_HIGH, nibble & 7u) & 255u;

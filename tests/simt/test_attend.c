@@ -60,13 +60,15 @@ static void rows_seen(const Cache *a, uint32_t head, int which, bool draft, uint
   uint16_t scratch[64 * 1024];
   for (uint32_t p = 0; p < n; p += 64) {
     uint32_t count = n - p < 64 ? n - p : 64;
-    Matrix values;
-    if (draft && which == KV_VALUES && kv_draft_values(&a->kv, 0, head, p / 64, 0, dim, &values)) {
-      float channel[64];
+    Matrix unit;
+    if (draft && kv_draft_unit(&a->kv, 0, head, which, p / 64, 0, dim, &unit)) {
       for (uint32_t c = 0; c < dim; c++) {
-        matrix_row_draft(&values, c, channel);
+        float channel[64];
+        int8_t key[64];
+        matrix_row_draft(&unit, c, channel);
+        nest_key_row(&unit, c, key);
         for (uint32_t i = 0; i < count; i++)
-          out[(size_t)(p + i) * dim + c] = channel[i];
+          out[(size_t)(p + i) * dim + c] = which == KV_VALUES ? channel[i] : ldexpf(key[i], unit.x[c] - 127 - 6);
       }
       continue;
     }
