@@ -189,31 +189,40 @@ ALWAYS_INLINE Ranks rank(TileDecoder *d, const uint8x16_t flags[4]) {
   return r;
 }
 
-/* Half line hl = 0..3 of lines 2 pair and 2 pair + 1 in relative form (codec.h). out: as in TileWords. */
-ALWAYS_INLINE void decode_half_line(TileDecoder *d, uint32_t pair, const uint32_t hl, uint16x8_t out[8]) {
-  /* by nibble; exponent and bit6 as nest_exponent and nest_bit6 */
+/* A half line, before its words are made. */
+typedef struct HalfLine {
+  uint8x16_t nibble[4], flags[4];
+  Ranks rank;
+  const uint8_t *b;
+} HalfLine;
+
+/* Half line hl = 0..3 of lines 2 pair and 2 pair + 1. */
+ALWAYS_INLINE HalfLine next_half_line(TileDecoder *d, uint32_t pair, const uint32_t hl) {
   const uint8x16_t flag_of = {0, 0, 0, 0, 0, 1, 1, 17, 0, 0, 0, 0, 0, 1, 1, 17};
+  HalfLine h = {.b = d->b + 192 * pair};
+  for (int i = 0; i < 4; i++) {
+    h.nibble[i] = nibbles_of(vld1q_u8(d->a + 128 * pair + 64 * (hl / 2) + 16 * i), hl);
+    h.flags[i] = vqtbl1q_u8(flag_of, h.nibble[i]);
+  }
+  h.rank = rank(d, h.flags);
+  return h;
+}
+
+/* Four rows of it in relative form (codec.h), that is words 8 i and words 32 + 8 i of TileWords, and seven more each. */
+ALWAYS_INLINE uint16x8x2_t decode_rows(const HalfLine *h, const uint32_t hl, const int i) {
+  /* by nibble; exponent and bit6 as nest_exponent and nest_bit6 */
   const uint8x16_t exponent_of = {16, 16, 17, 17, 18, 18, 15, 0, 16, 16, 17, 17, 18, 18, 15, 0};
   const uint8x16_t bit6_of = {0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0};
   const uint8x16_t not_small = {128, 128, 128, 128, 128, 128, 128, 0, 128, 128, 128, 128, 128, 128, 128, 0};
-  const uint8_t *a = d->a + 128 * pair + 64 * (hl / 2), *b = d->b + 192 * pair;
-  uint8x16_t nibble[4], flags[4];
-  for (int i = 0; i < 4; i++) {
-    nibble[i] = nibbles_of(vld1q_u8(a + 16 * i), hl);
-    flags[i] = vqtbl1q_u8(flag_of, nibble[i]);
-  }
-  Ranks r = rank(d, flags);
-  for (int i = 0; i < 4; i++) {
-    /* where there is nothing to look up, indices are past the table: tbl gives 0 then, tbx what was there */
-    uint8x16_t t_at = vbslq_u8(vdupq_n_u8(15), r.before[i], vceqzq_u8(flags[i]));
-    uint8x16_t q_at = vsriq_n_u8(vqtbl1q_u8(not_small, nibble[i]), r.before[i], 4);
-    uint8x16_t t = vqtbl1q_u8(vld1q_u8(r.t[i]), t_at);
-    uint8x16_t exponent = vqtbx1q_u8(vqtbl1q_u8(exponent_of, nibble[i]), vld1q_u8(r.q[i]), q_at);
-    uint8x16_t low = vsliq_n_u8(low6_of(b + 16 * i, hl), vqtbl1q_u8(bit6_of, nibble[i]), 6);
-    low = vaddq_u8(vsliq_n_u8(low, exponent, 7), t); /* of CELL_TOP, whose exponent is even, this may carry */
-    uint8x16_t high = vsriq_n_u8(vshlq_n_u8(nibble[i], 4), exponent, 1);
-    out[i] = vreinterpretq_u16_u8(vzip1q_u8(low, high)), out[4 + i] = vreinterpretq_u16_u8(vzip2q_u8(low, high));
-  }
+  /* where there is nothing to look up, indices are past the table: tbl gives 0 then, tbx what was there */
+  uint8x16_t t_at = vbslq_u8(vdupq_n_u8(15), h->rank.before[i], vceqzq_u8(h->flags[i]));
+  uint8x16_t q_at = vsriq_n_u8(vqtbl1q_u8(not_small, h->nibble[i]), h->rank.before[i], 4);
+  uint8x16_t t = vqtbl1q_u8(vld1q_u8(h->rank.t[i]), t_at);
+  uint8x16_t exponent = vqtbx1q_u8(vqtbl1q_u8(exponent_of, h->nibble[i]), vld1q_u8(h->rank.q[i]), q_at);
+  uint8x16_t low = vsliq_n_u8(low6_of(h->b + 16 * i, hl), vqtbl1q_u8(bit6_of, h->nibble[i]), 6);
+  low = vaddq_u8(vsliq_n_u8(low, exponent, 7), t); /* of CELL_TOP, whose exponent is even, this may carry */
+  uint8x16_t high = vsriq_n_u8(vshlq_n_u8(h->nibble[i], 4), exponent, 1);
+  return (uint16x8x2_t){{vreinterpretq_u16_u8(vzip1q_u8(low, high)), vreinterpretq_u16_u8(vzip2q_u8(low, high))}};
 }
 
 /* Does DO(pair, hl) for the 16 half lines of a tile, hl known when this is compiled. */
@@ -254,7 +263,11 @@ static __attribute__((noinline, cold)) void set_escapes(TileDecoder *d, const ui
 /* From relative form: adds the groups' exponents, but not to zeros and denormals. */
 ALWAYS_INLINE void exact_half_line(TileDecoder *d, const uint16x8_t group[8], uint32_t pair, const uint32_t hl, TileWords out) {
   uint16x8_t v[8], exact[8];
-  decode_half_line(d, pair, hl, v);
+  HalfLine h = next_half_line(d, pair, hl);
+  for (int i = 0; i < 4; i++) {
+    uint16x8x2_t rows = decode_rows(&h, hl, i);
+    v[i] = rows.val[0], v[4 + i] = rows.val[1];
+  }
   for (int k = 0; k < 8; k++)
     exact[k] = vaddq_u16(v[k], vandq_u16(group[k], vtstq_u16(v[k], vdupq_n_u16(0x7f80))));
   store_words(out[4 * pair + hl], exact);
@@ -275,9 +288,12 @@ static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size
 }
 
 ALWAYS_INLINE void relative_half_line(TileDecoder *d, uint32_t pair, const uint32_t hl, TileWords out) {
-  uint16x8_t v[8];
-  decode_half_line(d, pair, hl, v);
-  store_words(out[4 * pair + hl], v);
+  HalfLine h = next_half_line(d, pair, hl);
+  for (int i = 0; i < 4; i++) {
+    uint16x8x2_t rows = decode_rows(&h, hl, i);
+    vst1q_u16(out[4 * pair + hl] + 8 * i, rows.val[0]);
+    vst1q_u16(out[4 * pair + hl] + 32 + 8 * i, rows.val[1]);
+  }
 }
 
 /* Of each row of the eight vectors of a half line the two sums, or what they are multiplied by. */
@@ -423,25 +439,28 @@ ALWAYS_INLINE V odd_words(uint16x8_t v) {
 }
 ALWAYS_INLINE V even_words(uint16x8_t v) { return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u16(v), 16)); }
 
-/* A half line times n tokens. s[8 t ..]: of each row s0 and s1, for the rows of the eight vectors. */
-ALWAYS_INLINE void multiply_half_line(V *s, const uint16x8_t w[8], const uint16_t *x, const int n) {
-  V odd[MATMUL_CHUNK], even[MATMUL_CHUNK];
-  for (int t = 0; t < n; t++) {
-    uint16x8_t v = vreinterpretq_u16_u64(vdupq_n_u64(load_u64((const uint8_t *)(x + 4 * t))));
-    odd[t] = odd_words(v), even[t] = even_words(v);
-  }
-  for (int k = 0; k < 8; k++)
-    for (int t = 0; t < n; t++) {
-      s[8 * t + k] = vfmaq_f32(s[8 * t + k], odd_words(w[k]), odd[t]);
-      s[8 * t + k] = vfmaq_f32(s[8 * t + k], even_words(w[k]), even[t]);
-    }
+/* A token's four activations of a half line: columns +2 and +6, then +0 and +4, each pair twice. */
+typedef struct Pairs {
+  V odd, even;
+} Pairs;
+ALWAYS_INLINE Pairs pairs_of(const uint16_t *x) {
+  uint16x8_t v = vreinterpretq_u16_u64(vdupq_n_u64(load_u64((const uint8_t *)x)));
+  return (Pairs){odd_words(v), even_words(v)};
 }
 
-ALWAYS_INLINE void multiply_stored(V *s, const uint16_t *half_line, const uint16_t *x, const int n) {
-  uint16x8_t v[8];
+/* Two rows of a half line times a token: s0 and s1 of each. */
+ALWAYS_INLINE V multiply_rows(V s, uint16x8_t w, Pairs x) {
+  return vfmaq_f32(vfmaq_f32(s, odd_words(w), x.odd), even_words(w), x.even);
+}
+
+/* A half line times n tokens. s[8 t ..]: of each row s0 and s1, for the rows of the eight vectors. */
+ALWAYS_INLINE void multiply_half_line(V *s, const uint16_t *half_line, const uint16_t *x, const int n) {
+  Pairs pairs[MATMUL_CHUNK];
+  for (int t = 0; t < n; t++)
+    pairs[t] = pairs_of(x + 4 * t);
   for (int k = 0; k < 8; k++)
-    v[k] = vld1q_u16(half_line + 8 * k);
-  multiply_half_line(s, v, x, n);
+    for (int t = 0; t < n; t++)
+      s[8 * t + k] = multiply_rows(s[8 * t + k], vld1q_u16(half_line + 8 * k), pairs[t]);
 }
 
 ALWAYS_INLINE void clear_sums(V *s, const int n) {
@@ -460,7 +479,7 @@ static void multiply_hot(Sums sums, const Matrix *w, size_t block, const uint16_
   V s[8];
   clear_sums(s, 8);
   for (uint32_t i = 0; i < w->n_hot / 4; i++)
-    multiply_stored(s, hot_half_line(w, block, i), hot + i * PANEL_TOKENS * 4, 1);
+    multiply_half_line(s, hot_half_line(w, block, i), hot + i * PANEL_TOKENS * 4, 1);
   for (int k = 0; k < 8; k++)
     vst1q_f32(sums + 4 * k, s[k]);
 }
@@ -474,9 +493,12 @@ ALWAYS_INLINE void finish_sums(float *y, const Sums sums) {
 }
 
 ALWAYS_INLINE void decode_multiply(V s[8], TileDecoder *d, uint32_t pair, const uint32_t hl, const uint16_t *panel) {
-  uint16x8_t v[8];
-  decode_half_line(d, pair, hl, v);
-  multiply_half_line(s, v, panel + (4 * pair + hl) * PANEL_TOKENS * 4, 1);
+  Pairs x = pairs_of(panel + (4 * pair + hl) * PANEL_TOKENS * 4);
+  HalfLine h = next_half_line(d, pair, hl);
+  for (int i = 0; i < 4; i++) {
+    uint16x8x2_t rows = decode_rows(&h, hl, i);
+    s[i] = multiply_rows(s[i], rows.val[0], x), s[4 + i] = multiply_rows(s[4 + i], rows.val[1], x);
+  }
 }
 
 /* sums += a tile in relative form times a token, the weights never leaving registers. False if the tile is damaged. */
@@ -500,7 +522,7 @@ ALWAYS_INLINE void tiles_chunk_n(Sums *sums, const Tile *tile, size_t n_tile, co
     V s[8 * MATMUL_CHUNK];
     clear_sums(s, 8 * n);
     for (int hl = 0; hl < 16; hl++, panel += PANEL_TOKENS * 4)
-      multiply_stored(s, tile->words[hl], panel, n);
+      multiply_half_line(s, tile->words[hl], panel, n);
     for (int t = 0; t < n; t++)
       add_sums(sums[t], s + 8 * t, tile->unit);
   }
