@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from . import bench, memory, probe, theory
+from . import bench, machine, memory, probe, theory
 from .errors import InvalidArgument, IOFailure, PycassError
 from .file import CassFile
 from .prompts import DEVELOPMENT
@@ -388,4 +388,4 @@ def codec_bits(rows) -> dict[str, float]:
 
 def machine() -> dict:
     """This machine, for people."""
-    return {"cpu": bench.cpu_name(), "cpus": os.cpu_count(), "system": platform.platform()}
+    return {"cpu": machine.cpu_name(), "cpus": os.cpu_count(), "system": platform.platform()}
