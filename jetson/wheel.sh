@@ -1,7 +1,7 @@
 #!/bin/bash
 # Makes a wheel for 64-bit Arm Linux on x86: jetson/wheel.sh [FOLDER] [pip options, such as -Ccmake.define.PYCASS_CUDA=ON].
 # Prints the wheel's path. It runs with any CPython from 3.10 on (limited API) and glibc 2.35 or newer (JetPack 6 and 7).
-# Needs gcc-aarch64-linux-gnu, g++-aarch64-linux-gnu, and a python3 with headers and pip.
+# Needs gcc-aarch64-linux-gnu, g++-aarch64-linux-gnu, and a python3 with headers and venv.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/dist}
@@ -21,12 +21,15 @@ python3 - "$work/include" <<'PY'
 import pathlib, shutil, sys, sysconfig
 source, to = pathlib.Path(sysconfig.get_path("include")), pathlib.Path(sys.argv[1])
 shutil.copytree(source, to)
-shutil.copyfile(sysconfig.get_config_h_filename(), to / "pyconfig.h")
+behind = source.parent / (sysconfig.get_config_var("MULTIARCH") or "") / source.name / "pyconfig.h"
+shutil.copyfile(behind if behind.exists() else sysconfig.get_config_h_filename(), to / "pyconfig.h")
 PY
 
-# What sysconfig, and so the wheel's tag, takes for this machine's platform.
-export _PYTHON_HOST_PLATFORM=linux-aarch64
-python3 -m pip wheel "$root" --no-deps --wheel-dir "$work/wheel" \
+# Tools in an environment of this machine's; then sysconfig, and so the wheel's tag, gets the other platform.
+python3 -m venv "$work/tools"
+export PATH=$work/tools/bin:$PATH
+pip install --quiet "pip>=23.1" "scikit-build-core>=0.10" "cffi>=1.17" "cmake>=3.21" "ninja>=1.10" >&2
+_PYTHON_HOST_PLATFORM=linux-aarch64 pip wheel "$root" --no-deps --no-build-isolation --wheel-dir "$work/wheel" \
   "-Ccmake.define.CMAKE_TOOLCHAIN_FILE=$root/jetson/toolchain-aarch64.cmake" \
   "-Ccmake.define.Python_INCLUDE_DIR=$work/include" \
   "$@" >&2
