@@ -104,7 +104,22 @@ typedef struct TileDecoder {
   const uint8_t *q_end, *t_end;
   const uint8_t *escape;      /* past the next one, backwards */
   bool has_escape;
+  /* by nibble: what it has of the streams, as Ranks want it; nest_exponent and nest_bit6; 128 but for CELL_SMALL */
+  uint8x16_t flags, exponent, bit6, not_small;
 } TileDecoder;
+
+/* A constant that the compiler does not know, so that it is not loaded anew at every use. */
+ALWAYS_INLINE uint8x16_t constant(uint8x16_t v) {
+  __asm__("" : "+w"(v));
+  return v;
+}
+
+ALWAYS_INLINE void tables_init(TileDecoder *d) {
+  d->flags = constant((uint8x16_t){0, 0, 0, 0, 0, 1, 1, 17, 0, 0, 0, 0, 0, 1, 1, 17});
+  d->exponent = constant((uint8x16_t){16, 16, 17, 17, 18, 18, 15, 0, 16, 16, 17, 17, 18, 18, 15, 0});
+  d->bit6 = constant((uint8x16_t){0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0});
+  d->not_small = constant((uint8x16_t){128, 128, 128, 128, 128, 128, 128, 0, 128, 128, 128, 128, 128, 128, 128, 0});
+}
 
 /* count nibbles to bytes, up to 32 more. */
 ALWAYS_INLINE void expand_nibbles(uint8_t *out, const uint8_t *in, uint32_t count, bool has_escape) {
@@ -143,6 +158,7 @@ ALWAYS_INLINE void tile_decoder_init(TileDecoder *d, Stream q, Stream t, const M
   size_t n = d->escape > bits ? min_size((size_t)(d->escape - bits), NEST_TILE / 8) : 0; /* escapes, too: no matter */
   expand_nibbles(q, nibbles, count, d->has_escape);
   expand_bits(t, bits, n);
+  tables_init(d);
   d->q = q, d->q_end = q + n_q, d->t = t, d->t_end = t + 8 * n;
 }
 
@@ -174,15 +190,15 @@ typedef struct Ranks {
 ALWAYS_INLINE Ranks rank(TileDecoder *d, const uint8x16_t flags[4]) {
   const uint32x4_t add_up = vdupq_n_u32(0x01010100);
   const uint64_t low = 0x0f0f0f0f0f0f0f0fu, sum_up = 0x0101010101010101u;
-  uint8x16_t dword = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
   uint8x16_t by4 = vpaddq_u8(vpaddq_u8(flags[0], flags[1]), vpaddq_u8(flags[2], flags[3]));
   uint8x16_t before = vreinterpretq_u8_u32(vmulq_u32(vreinterpretq_u32_u8(by4), add_up)); /* of dwords in their 16 */
+  uint16x8_t upper = vreinterpretq_u16_u8(vzip1q_u8(before, before)), lower = vreinterpretq_u16_u8(vzip2q_u8(before, before));
+  uint16x8_t base[4] = {vzip1q_u16(upper, upper), vzip2q_u16(upper, upper), vzip1q_u16(lower, lower), vzip2q_u16(lower, lower)};
   uint64_t by8 = vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(by4, by4)), 0);
   uint64_t t = (by8 & low) * sum_up, q = (by8 >> 4 & low) * sum_up; /* byte k: of the first 8 (k + 1) */
   Ranks r;
   for (uint32_t i = 0; i < 4; i++) {
-    uint32x4_t base = vreinterpretq_u32_u8(vqtbl1q_u8(before, vaddq_u8(dword, vdupq_n_u8((uint8_t)(4 * i)))));
-    r.before[i] = vreinterpretq_u8_u32(vmlaq_u32(base, vreinterpretq_u32_u8(flags[i]), add_up));
+    r.before[i] = vreinterpretq_u8_u32(vmlaq_u32(vreinterpretq_u32_u16(base[i]), vreinterpretq_u32_u8(flags[i]), add_up));
     r.t[i] = d->t + (i ? t >> (16 * i - 8) & 255 : 0), r.q[i] = d->q + (i ? q >> (16 * i - 8) & 255 : 0);
   }
   d->t += t >> 56, d->q += q >> 56;
@@ -198,28 +214,23 @@ typedef struct HalfLine {
 
 /* Half line hl = 0..3 of lines 2 pair and 2 pair + 1. */
 ALWAYS_INLINE HalfLine next_half_line(TileDecoder *d, uint32_t pair, const uint32_t hl) {
-  const uint8x16_t flag_of = {0, 0, 0, 0, 0, 1, 1, 17, 0, 0, 0, 0, 0, 1, 1, 17};
   HalfLine h = {.b = d->b + 192 * pair};
   for (int i = 0; i < 4; i++) {
     h.nibble[i] = nibbles_of(vld1q_u8(d->a + 128 * pair + 64 * (hl / 2) + 16 * i), hl);
-    h.flags[i] = vqtbl1q_u8(flag_of, h.nibble[i]);
+    h.flags[i] = vqtbl1q_u8(d->flags, h.nibble[i]);
   }
   h.rank = rank(d, h.flags);
   return h;
 }
 
 /* Four rows of it in relative form (codec.h), that is words 8 i and words 32 + 8 i of TileWords, and seven more each. */
-ALWAYS_INLINE uint16x8x2_t decode_rows(const HalfLine *h, const uint32_t hl, const int i) {
-  /* by nibble; exponent and bit6 as nest_exponent and nest_bit6 */
-  const uint8x16_t exponent_of = {16, 16, 17, 17, 18, 18, 15, 0, 16, 16, 17, 17, 18, 18, 15, 0};
-  const uint8x16_t bit6_of = {0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0};
-  const uint8x16_t not_small = {128, 128, 128, 128, 128, 128, 128, 0, 128, 128, 128, 128, 128, 128, 128, 0};
+ALWAYS_INLINE uint16x8x2_t decode_rows(const TileDecoder *d, const HalfLine *h, const uint32_t hl, const int i) {
   /* where there is nothing to look up, indices are past the table: tbl gives 0 then, tbx what was there */
   uint8x16_t t_at = vbslq_u8(vdupq_n_u8(15), h->rank.before[i], vceqzq_u8(h->flags[i]));
-  uint8x16_t q_at = vsriq_n_u8(vqtbl1q_u8(not_small, h->nibble[i]), h->rank.before[i], 4);
+  uint8x16_t q_at = vsriq_n_u8(vqtbl1q_u8(d->not_small, h->nibble[i]), h->rank.before[i], 4);
   uint8x16_t t = vqtbl1q_u8(vld1q_u8(h->rank.t[i]), t_at);
-  uint8x16_t exponent = vqtbx1q_u8(vqtbl1q_u8(exponent_of, h->nibble[i]), vld1q_u8(h->rank.q[i]), q_at);
-  uint8x16_t low = vsliq_n_u8(low6_of(h->b + 16 * i, hl), vqtbl1q_u8(bit6_of, h->nibble[i]), 6);
+  uint8x16_t exponent = vqtbx1q_u8(vqtbl1q_u8(d->exponent, h->nibble[i]), vld1q_u8(h->rank.q[i]), q_at);
+  uint8x16_t low = vsliq_n_u8(low6_of(h->b + 16 * i, hl), vqtbl1q_u8(d->bit6, h->nibble[i]), 6);
   low = vaddq_u8(vsliq_n_u8(low, exponent, 7), t); /* of CELL_TOP, whose exponent is even, this may carry */
   uint8x16_t high = vsriq_n_u8(vshlq_n_u8(h->nibble[i], 4), exponent, 1);
   return (uint16x8x2_t){{vreinterpretq_u16_u8(vzip1q_u8(low, high)), vreinterpretq_u16_u8(vzip2q_u8(low, high))}};
@@ -265,7 +276,7 @@ ALWAYS_INLINE void exact_half_line(TileDecoder *d, const uint16x8_t group[8], ui
   uint16x8_t v[8], exact[8];
   HalfLine h = next_half_line(d, pair, hl);
   for (int i = 0; i < 4; i++) {
-    uint16x8x2_t rows = decode_rows(&h, hl, i);
+    uint16x8x2_t rows = decode_rows(d, &h, hl, i);
     v[i] = rows.val[0], v[4 + i] = rows.val[1];
   }
   for (int k = 0; k < 8; k++)
@@ -290,7 +301,7 @@ static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size
 ALWAYS_INLINE void relative_half_line(TileDecoder *d, uint32_t pair, const uint32_t hl, TileWords out) {
   HalfLine h = next_half_line(d, pair, hl);
   for (int i = 0; i < 4; i++) {
-    uint16x8x2_t rows = decode_rows(&h, hl, i);
+    uint16x8x2_t rows = decode_rows(d, &h, hl, i);
     vst1q_u16(out[4 * pair + hl] + 8 * i, rows.val[0]);
     vst1q_u16(out[4 * pair + hl] + 32 + 8 * i, rows.val[1]);
   }
@@ -496,7 +507,7 @@ ALWAYS_INLINE void decode_multiply(V s[8], TileDecoder *d, uint32_t pair, const 
   Pairs x = pairs_of(panel + (4 * pair + hl) * PANEL_TOKENS * 4);
   HalfLine h = next_half_line(d, pair, hl);
   for (int i = 0; i < 4; i++) {
-    uint16x8x2_t rows = decode_rows(&h, hl, i);
+    uint16x8x2_t rows = decode_rows(d, &h, hl, i);
     s[i] = multiply_rows(s[i], rows.val[0], x), s[4 + i] = multiply_rows(s[4 + i], rows.val[1], x);
   }
 }
