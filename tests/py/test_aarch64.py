@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {"aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
          "qemu-aarch64": "qemu-user"}  # fmt: skip
 PYTHON_NEEDS = {"apt-get": "a Debian system", "dpkg-deb": "a Debian system"}
+EMULATOR = ["qemu-aarch64", "-cpu", "cortex-a76", "-L", "/usr/aarch64-linux-gnu"]
+GENERATOR = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"] if tool("ninja") else []
 SLOW = {"session"}  # three minutes under qemu; what it tests of kernels, the tests in Python below do, too
 PYTHON_TESTS = {  # with what they are cut down to, since qemu takes twenty times as long
     "test_model_golden.py": "nest",
@@ -42,9 +44,7 @@ if platform.machine() == "aarch64":
 def build(tmp_path_factory):
     need(NEEDS)
     folder = tmp_path_factory.mktemp("aarch64")
-    ninja = tool("ninja")
-    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
-    run(tool("cmake"), "--preset", "jetson", "-S", ROOT, "-B", folder, "-DPYCASS_FUZZ_SECONDS=1", *generator)
+    run(tool("cmake"), "--preset", "jetson", "-S", ROOT, "-B", folder, "-DPYCASS_FUZZ_SECONDS=1", *GENERATOR)
     run(tool("cmake"), "--build", folder, "--parallel")
     return folder
 
@@ -61,15 +61,19 @@ def test_c(build):
     assert passed == set(names()) - SLOW - {"amx"}
 
 
-def test_kernels_compared_neon_with_scalar(build):
-    command = ["qemu-aarch64", "-cpu", "cortex-a76", "-L", "/usr/aarch64-linux-gnu", build / "tests/c/test_kernels"]
+def test_kernels_under_sanitizers(tmp_path):
+    """neon against scalar with address and undefined behaviour sanitizers."""
+    need(NEEDS)
+    run(tool("cmake"), "--preset", "jetson", "-S", ROOT, "-B", tmp_path, "-DPYCASS_SANITIZE=address,undefined", *GENERATOR)
+    run(tool("cmake"), "--build", tmp_path, "--parallel", "--target", "test_kernels")
+    command = ["env", "ASAN_OPTIONS=detect_leaks=0", *EMULATOR, tmp_path / "tests/c/test_kernels"]  # qemu has no ptrace
     assert re.search(r"^neon: runs$.*^scalar: runs$.*^ok$", run(*command), re.M | re.S)
 
 
 def test_a_cpu_without_dot_products_takes_scalar(build):
     """Cortex-A72 (Armv8.0) cannot run neon: it is neither chosen nor forced."""
-    command = ["qemu-aarch64", "-cpu", "cortex-a72", "-L", "/usr/aarch64-linux-gnu", build / "tests/c/test_kernels"]
-    assert re.search(r"^neon: this machine cannot run it$", run(*command), re.M)
+    command = ["cortex-a72" if word == "cortex-a76" else word for word in EMULATOR]
+    assert re.search(r"^neon: this machine cannot run it$", run(*command, build / "tests/c/test_kernels"), re.M)
 
 
 # ---- Python ----
