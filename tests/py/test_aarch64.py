@@ -121,3 +121,20 @@ def test_it_answers_a_prompt(python, tiny_cass, tmp_path):
     answers.append(last_line(sys.executable, *args))
     ids = [json.loads(a)["token_ids"] for a in answers]
     assert len(ids[0]) == 24 and ids[0] == ids[1] == ids[2]
+
+
+def test_the_bits_of_this_machine(python, tiny_cass, tmp_path):
+    """Logits of neon and of scalar code on Arm are those of this machine's scalar code."""
+    code = (
+        "import sys; from pycass import Model\n"
+        "for path in sys.argv[2:]:\n"
+        "  with Model.load(path, threads=1, kernel=sys.argv[1]) as m:\n"
+        "    c = m.generate(list(range(3, 40)), 30, ignore_eos=True, spec='off')\n"
+        "    print(c.logits_hash, c.token_ids)\n"
+    )
+    paths = [str(tiny_cass(n, c)) for n in ("llama_tied", "mistral", "qwen2_yarn", "qwen3_untied") for c in ("nest", "raw", "cass1")]
+    found = [
+        subprocess.run([*command, "-c", code, kernel, *paths], capture_output=True, text=True, cwd=tmp_path, check=True).stdout
+        for command, kernel in (([sys.executable], "scalar"), (python, "neon"), (python, "scalar"))
+    ]
+    assert len(found[0].splitlines()) == len(paths) and found[0] == found[1] == found[2]
