@@ -376,7 +376,8 @@ def notes(rows, plan):
         if off:
             out.append(f"{r['test']}, {r['n_threads']} threads: auto turned the draft off for {', '.join(off)}")
         if r["tegrastats"]:
-            out.append(f"{r['test']} {r['spec'] or ''}".rstrip() + f", {r['n_threads']} threads: {_tegrastats_text(r['tegrastats'])}")
+            what = f"{r['test']} {r['spec'] or ''}".rstrip()
+            out.append(f"{what}, {r['n_threads']} thread{'s' * (r['n_threads'] != 1)}: {_tegrastats_text(r['tegrastats'])}")
     return [f"- {line}" for line in out]
 
 
