@@ -350,42 +350,11 @@ static __attribute__((noinline)) void nest_product_tile(const Matrix *w, size_t 
 
 /* ---- nest: blocks of a KV cache ------------------------------------------------------------------------ */
 
-/* As nest_decode_view's NEST_DRAFT. */
-ALWAYS_INLINE void draft_half_line(const TileDecoder *d, const uint16x8_t group[8], uint32_t pair, const uint32_t hl,
-                                   TileWords out) {
-  /* by nibble: the bytes of nest_cell_base with the sign, and the mantissa bits that count */
-  const uint8x16_t low_of = {0, 64, 128, 192, 0, 64, 160, 0, 0, 64, 128, 192, 0, 64, 160, 0};
-  const uint8x16_t high_of = {8, 8, 8, 8, 9, 9, 7, 7, 136, 136, 136, 136, 137, 137, 135, 135};
-  const uint8x16_t counts = {63, 63, 63, 63, 63, 63, 63, 0, 63, 63, 63, 63, 63, 63, 63, 0};
-  uint16x8_t v[8];
-  for (int i = 0; i < 4; i++) {
-    uint8x16_t nibble = nibbles_of(vld1q_u8(d->a + 128 * pair + 64 * (hl / 2) + 16 * i), hl);
-    uint8x16_t low6 = vandq_u8(low6_of(d->b + 192 * pair + 16 * i, hl), vqtbl1q_u8(counts, nibble));
-    uint8x16_t low = vqtbl1q_u8(low_of, nibble), high = vqtbl1q_u8(high_of, nibble);
-    uint16x8_t upper = vaddq_u16(vreinterpretq_u16_u8(vzip1q_u8(low, high)), vmovl_u8(vget_low_u8(low6)));
-    uint16x8_t lower = vaddq_u16(vreinterpretq_u16_u8(vzip2q_u8(low, high)), vmovl_high_u8(low6));
-    v[i] = vaddq_u16(upper, group[i]), v[4 + i] = vaddq_u16(lower, group[4 + i]);
-  }
-  store_words(out[4 * pair + hl], v);
-}
-
-static void decode_view(const Matrix *w, size_t t, NestView view, TileWords out) {
-  if (view == NEST_EXACT) {
-    set_nest_decode_tile(w, t, out);
-    return;
-  }
-  TileDecoder d = {.a = w->a + 512 * t, .b = w->b + 768 * t};
-  uint16x8_t group[8];
-  group_words(group, w->x + 16 * t);
-#define DRAFT(pair, hl) draft_half_line(&d, group, pair, hl, out)
-  EACH_HALF_LINE(DRAFT)
-}
-
 /* As nest_columns. */
-static void set_nest_columns(const Matrix *w, size_t t0, size_t t1, NestView view, uint16_t *out, size_t ld) {
+static void set_nest_columns(const Matrix *w, size_t t0, size_t t1, uint16_t *out, size_t ld) {
   for (size_t t = t0; t < t1; t++, out += NEST_ROWS) {
     TileWords tile;
-    decode_view(w, t, view, tile);
+    set_nest_decode_tile(w, t, tile);
     for (size_t hl = 0; hl < 16; hl++) {
       uint16x8x4_t rows01 = vld4q_u16(tile[hl]), rows23 = vld4q_u16(tile[hl] + 32); /* of each four, by column */
       for (size_t c = 0; c < 4; c++) {
@@ -694,10 +663,145 @@ static void set_matmul_draft(float *y, size_t ldy, const Matrix *w, const Acts *
     }
 }
 
+/* ---- scores of a draft ------------------------------------------------------------------------------- */
+
+enum { DRAFT_HEADS = 4 }; /* that read a block's keys together: their sums for a line take 16 registers */
+
+/* Four channels of a half line's four positions, as nest_key_row: a magnitude is its cell's least one and what the mantissa bits
+ * 5..2, shifted by cell with rounding, add to it. low6: its upper two bits are anything. */
+ALWAYS_INLINE int8x16_t draft_key(uint8x16_t nibble, uint8x16_t low6) {
+  const uint8x16_t least = {16, 24, 32, 48, 65, 97, 10, 4, 16, 24, 32, 48, 65, 97, 10, 4};
+  const int8x16_t shift = {-1, -1, 0, 0, 1, 1, -2, -8, -1, -1, 0, 0, 1, 1, -2, -8};
+  uint8x16_t m = vshrq_n_u8(vshlq_n_u8(low6, 2), 4);
+  uint8x16_t magnitude = vaddq_u8(vqtbl1q_u8(least, nibble), vrshlq_u8(m, vqtbl1q_s8(shift, nibble)));
+  uint8x16_t negative = vcgtq_u8(nibble, vdupq_n_u8(7));
+  return vreinterpretq_s8_u8(vsubq_u8(veorq_u8(magnitude, negative), negative));
+}
+
+/* A half line of a tile, by four channels: of each position in turn the four. */
+ALWAYS_INLINE void draft_key_half_line(const Matrix *w, size_t t, uint32_t pair, const uint32_t hl, int8_t *out) {
+  const uint8x16_t to_positions = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  const uint8_t *a = w->a + 512 * t + 128 * pair + 64 * (hl / 2), *b = w->b + 768 * t + 192 * pair;
+  for (int i = 0; i < 4; i++) {
+    int8x16_t key = draft_key(nibbles_of(vld1q_u8(a + 16 * i), hl), low6_of(b + 16 * i, hl));
+    vst1q_s8(out + 16 * i, vqtbl1q_s8(key, to_positions));
+  }
+}
+
+/* Keys of a block, [half line][tile]. */
+static void draft_keys(const Matrix *w, uint32_t n_tile, int8_t *out) {
+  for (size_t t = 0; t < n_tile; t++) {
+#define KEYS(pair, hl) draft_key_half_line(w, t, pair, hl, out + 64 * ((4 * pair + hl) * n_tile + t))
+    EACH_HALF_LINE(KEYS)
+  }
+}
+
+/* A head's query for one block (ops_query): n = 256 high + low, with zeros to a whole tile. */
+typedef struct DraftQuery {
+  int8_t high[KEY_DIM_MOST], low[KEY_DIM_MOST];
+  float scale;
+} DraftQuery;
+
+/* 16 channels of n = rint(u * inverse) */
+ALWAYS_INLINE void draft_query_split(DraftQuery *out, const float *u, float inverse, size_t c) {
+  const V magic = vdupq_n_f32(12582912.0f), least = vdupq_n_f32(-(float)QUERY_MOST);
+  int16x4_t high[4], low[4];
+  for (int k = 0; k < 4; k++) {
+    V r = vsubq_f32(vaddq_f32(vmulq_n_f32(vld1q_f32(u + c + 4 * (size_t)k), inverse), magic), magic);
+    int32x4_t n = vcvtq_s32_f32(V_MAX(r, least)); /* NaN: least */
+    high[k] = vrshrn_n_s32(n, 8), low[k] = vmovn_s32(n);
+  }
+  for (int k = 0; k < 4; k += 2) {
+    vst1_s8(out->high + c + 4 * (size_t)k, vmovn_s16(vcombine_s16(high[k], high[k + 1])));
+    vst1_s8(out->low + c + 4 * (size_t)k, vmovn_s16(vcombine_s16(low[k], low[k + 1])));
+  }
+}
+
+static void draft_query(DraftQuery *out, const AttentionArgs *a, uint32_t h, const Matrix *w) {
+  float u[KEY_DIM_MOST];
+  size_t n = (a->head_dim + 15) / 16 * 16;
+  memcpy(u, a->q + (size_t)h * a->head_dim, a->head_dim * sizeof *u);
+  memset(u + a->head_dim, 0, (n - a->head_dim) * sizeof *u);
+  V tops = vdupq_n_f32(0);
+  for (size_t c = 0; c < n; c += 16) {
+    V unit[4];
+    draft_units(unit, w->x + c);
+    for (size_t k = 0; k < 4; k++) {
+      V v = vmulq_f32(vld1q_f32(u + c + 4 * k), unit[k]);
+      tops = V_MAX(vabsq_f32(v), tops);
+      vst1q_f32(u + c + 4 * k, v);
+    }
+  }
+  float top = vmaxvq_f32(tops), inverse = top > 0 ? (float)QUERY_MOST / top : 0.0f;
+  inverse = inverse > 3e38f ? 0.0f : inverse;
+  for (size_t c = 0; c < n; c += 16)
+    draft_query_split(out, u, inverse, c);
+  out->scale = top * (1.0f / (QUERY_MOST * 64));
+}
+
+/* Integer sums of a half line's four positions. */
+typedef struct KeySums {
+  int32x4_t high, low;
+} KeySums;
+
+/* s += a half line of one tile times 16 channels of a query */
+ALWAYS_INLINE void add_keys(KeySums *s, const int8x16_t key[4], int8x16_t high, int8x16_t low) {
+  s->high = vdotq_laneq_s32(s->high, key[0], high, 0), s->low = vdotq_laneq_s32(s->low, key[0], low, 0);
+  s->high = vdotq_laneq_s32(s->high, key[1], high, 1), s->low = vdotq_laneq_s32(s->low, key[1], low, 1);
+  s->high = vdotq_laneq_s32(s->high, key[2], high, 2), s->low = vdotq_laneq_s32(s->low, key[2], low, 2);
+  s->high = vdotq_laneq_s32(s->high, key[3], high, 3), s->low = vdotq_laneq_s32(s->low, key[3], low, 3);
+}
+
+/* A line's eight scores, of its two half lines. */
+ALWAYS_INLINE void store_scores(float *out, const KeySums s[2], float query_scale, float scale) {
+  int32x4_t even = vaddq_s32(vshlq_n_s32(s[0].high, 8), s[0].low), odd = vaddq_s32(vshlq_n_s32(s[1].high, 8), s[1].low);
+  vst1q_f32(out, vmulq_n_f32(vmulq_n_f32(vcvtq_f32_s32(vzip1q_s32(even, odd)), query_scale), scale));
+  vst1q_f32(out + 4, vmulq_n_f32(vmulq_n_f32(vcvtq_f32_s32(vzip2q_s32(even, odd)), query_scale), scale));
+}
+
+/* n heads, from head on */
+ALWAYS_INLINE void scores_draft_n(const AttentionArgs *a, const int8_t *keys, const DraftQuery *q, uint32_t n_tile,
+                                  uint32_t pos, uint32_t head, const int n) {
+  for (size_t line = 0; line < 8; line++) {
+    KeySums s[DRAFT_HEADS][2];
+    for (int h = 0; h < n; h++)
+      for (int i = 0; i < 2; i++)
+        s[h][i].high = s[h][i].low = vdupq_n_s32(0);
+    for (size_t t = 0; t < n_tile; t++)
+      for (size_t i = 0; i < 2; i++) {
+        int8x16x4_t key = vld1q_s8_x4(keys + 64 * ((2 * line + i) * n_tile + t));
+        for (int h = 0; h < n; h++)
+          add_keys(&s[h][i], key.val, vld1q_s8(q[h].high + 16 * t), vld1q_s8(q[h].low + 16 * t));
+      }
+    for (int h = 0; h < n; h++)
+      store_scores(a->scores + (head + (size_t)h) * a->ld_scores + pos + 8 * line, s[h], q[h].scale, a->scale);
+  }
+}
+
+/* As ops_scores_draft. */
+static void set_scores_draft(const AttentionArgs *a, const Matrix *w, uint32_t pos) {
+  int8_t keys[KEY_DIM_MOST * NEST_COLS];
+  uint32_t n_tile = (a->head_dim + 15) / 16;
+  draft_keys(w, n_tile, keys);
+  for (uint32_t h = 0; h < a->n_head; h += DRAFT_HEADS) {
+    uint32_t n = a->n_head - h < DRAFT_HEADS ? a->n_head - h : DRAFT_HEADS;
+    DraftQuery q[DRAFT_HEADS];
+    for (uint32_t i = 0; i < n; i++)
+      draft_query(&q[i], a, h + i, w);
+    switch (n) {
+    case 1: scores_draft_n(a, keys, q, n_tile, pos, h, 1); break;
+    case 2: scores_draft_n(a, keys, q, n_tile, pos, h, 2); break;
+    case 3: scores_draft_n(a, keys, q, n_tile, pos, h, 3); break;
+    default: scores_draft_n(a, keys, q, n_tile, pos, h, DRAFT_HEADS); break;
+    }
+  }
+}
+
 const Kernels kernels_neon = {.name = "neon",
                               .nest_decode_tile = set_nest_decode_tile,
                               .nest_columns = set_nest_columns,
                               .cass_next_tile = cass_next_tile,
                               .matmul = set_matmul,
                               .matmul_draft = set_matmul_draft,
+                              .scores_draft = set_scores_draft,
                               SIMD_OPS_TABLE};
