@@ -21,6 +21,7 @@ from contextlib import ExitStack
 
 import pycass
 from pycass import bench
+from pycass.machine import cpu_name
 
 PROMPTS = {
     "code": "Write a Python function that merges two sorted lists.",
@@ -129,7 +130,7 @@ def machine(threads, reads, load):
     with open("/proc/cpuinfo", encoding="utf-8") as f:
         flags = next((line for line in f if line.startswith("flags")), "").split()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    yield f"{bench.cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, {memory:.1f} GiB of memory; {threads} threads used"
+    yield f"{cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, {memory:.1f} GiB of memory; {threads} threads used"
     yield f"instructions: {', '.join(f for f in FLAGS if f in flags) or 'none of ' + ', '.join(FLAGS)}"
     yield f"a plain read loop: {spread(reads, 1)} GB/s ({bench.read_method()})"
     yield f"load average at the start: {load:.2f} (what else runs here slows down every contender, and not alike)"

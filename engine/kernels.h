@@ -15,7 +15,8 @@
 #endif
 
 /* From here on, float operations of this thread take denormals for zero and give zero for them. Returns what
- * restore_denormals() wants. */
+ * restore_denormals() wants. Architectures differ in one thing: a result just below 2^-126 that rounds up to it is zero on Arm,
+ * which looks before rounding, and 2^-126 on x86. */
 static inline uint64_t flush_denormals(void) {
 #if defined(__x86_64__)
   uint32_t before = _mm_getcsr();

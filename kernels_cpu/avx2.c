@@ -32,7 +32,7 @@ ALWAYS_INLINE __m256 V_ZERO_BELOW(__m256 x, float limit, __m256 v) {
 }
 ALWAYS_INLINE __m256 V_HALVES(const __m256 *v) { return _mm256_add_ps(v[0], v[1]); }
 
-#include "simd_ops.h"
+#include "x86_ops.h"
 
 static inline __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 static inline void store(void *p, __m256i v) { _mm256_storeu_si256((__m256i *)p, v); }

@@ -39,7 +39,7 @@ ALWAYS_INLINE __m256 V_HALVES(const __m512 *v) {
   return _mm256_add_ps(_mm512_castps512_ps256(*v), _mm512_extractf32x8_ps(*v, 1));
 }
 
-#include "simd_ops.h"
+#include "x86_ops.h"
 
 /* As ops_quantize_group. */
 ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const float *x) {

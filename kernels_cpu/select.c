@@ -1,5 +1,5 @@
-/* Which sets this machine runs, best first. A set needs the CPU's bits and the operating system's permission to use
- * the registers (xgetbv; for AMX also a request to the kernel). */
+/* Which sets this machine runs, best first. On x86 a set needs the CPU's bits and the operating system's permission to use
+ * the registers (xgetbv; for AMX also a request to the kernel); on Arm Linux tells both. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -70,6 +70,16 @@ static bool runs_amx(void) {
 }
 #endif
 
+#if defined(PYCASS_HAVE_NEON)
+#include <sys/auxv.h>
+
+static bool runs_neon(void) {
+  /* half-precision arithmetic, scalar and vector, and dot products: linux/arch/arm64/include/uapi/asm/hwcap.h */
+  const unsigned long wanted = 1ul << 9 | 1ul << 10 | 1ul << 20;
+  return (getauxval(AT_HWCAP) & wanted) == wanted;
+}
+#endif
+
 static bool runs_always(void) { return true; }
 
 static const struct {
@@ -85,6 +95,9 @@ static const struct {
 #endif
 #if defined(PYCASS_HAVE_AVX2)
     {&kernels_avx2, runs_avx2},
+#endif
+#if defined(PYCASS_HAVE_NEON)
+    {&kernels_neon, runs_neon},
 #endif
     {&kernels_scalar, runs_always},
 };

@@ -4,6 +4,6 @@
 
 #include "kernels.h"
 
-extern const Kernels kernels_scalar, kernels_avx2, kernels_avx512, kernels_avx512bf16, kernels_amx;
+extern const Kernels kernels_scalar, kernels_avx2, kernels_avx512, kernels_avx512bf16, kernels_amx, kernels_neon;
 
 #endif

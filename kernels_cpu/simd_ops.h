@@ -2,16 +2,19 @@
  * arithmetic in the same order, so with the same bits. The including set defines for its vectors of V_WIDTH floats:
  *   V, V_LOAD, V_STORE, V_SET1, V_ADD, V_SUB, V_MUL, V_DIV, V_FMA (a b + c), V_MAX, V_MIN (x86's: the second operand if
  *   either is NaN), V_BF16 (V_WIDTH BF16 as floats), V_POW2 (2^n of integral floats n), V_ZERO_BELOW (x, limit, v: v,
- *   but 0 where x < limit), V_HALVES (of 16 / V_WIDTH vectors, the sums of lanes i and i + 8 as __m256)
- * and has a simd_quantize of its own. */
+ *   but 0 where x < limit)
+ * and has a simd_round, a simd_quantize and a simd_sums of its own. */
 #ifndef CASS_SIMD_OPS_H
 #define CASS_SIMD_OPS_H
 
 #include "ops.h"
 
 enum { VECTORS = LANES / V_WIDTH, SCORES = 4 };
-/* Heads that read a key or a value together, as registers allow. */
-enum { SCORE_HEADS = V_WIDTH == 16 ? 4 : 1, MIX_HEADS = V_WIDTH == 16 ? 6 : 4, MIX_VECTORS = 2 };
+/* Heads that read a key or a value together, and columns of a mix, as registers allow. */
+enum { SCORE_HEADS = V_WIDTH == 16 ? 4 : 1, MIX_HEADS = V_WIDTH == 16 ? 6 : 4, MIX_VECTORS = V_WIDTH == 4 ? 4 : 2 };
+
+/* Four times the sum of 16 lanes, as ops_sum_lanes, times scale. */
+ALWAYS_INLINE void simd_sums(float out[SCORES], V lane[SCORES][VECTORS], float scale);
 
 ALWAYS_INLINE V simd_exp(V x) { /* ops_exp */
   V clamped = V_MAX(V_SET1(-87.0f), x), magic = V_SET1(12582912.0f);
@@ -26,23 +29,6 @@ ALWAYS_INLINE V simd_exp(V x) { /* ops_exp */
   p = V_FMA(p, r, V_SET1(1.0f));
   p = V_FMA(p, r, V_SET1(1.0f));
   return V_ZERO_BELOW(x, -87.0f, V_MUL(p, V_POW2(n)));
-}
-
-/* As ops_round: eight columns, of two half lines, at a time. */
-static void simd_round(uint16_t *panels, const float *x, uint32_t n_group) {
-  const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1), quiet = _mm256_set1_epi32(0x40);
-  const __m128i columns = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-  for (size_t j = 0; j < 8 * (size_t)n_group; j++) {
-    __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * j), _mm256_set1_ps(PANEL_SCALE));
-    __m256i u = _mm256_castps_si256(v), top = _mm256_srli_epi32(u, 16);
-    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(u, half), _mm256_and_si256(top, one));
-    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    rounded = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_or_si256(top, quiet), nan);
-    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
-    words = _mm_shuffle_epi8(words, columns);
-    _mm_storel_epi64((__m128i *)(panels + 2 * j * PANEL_TOKENS * 4), words);
-    _mm_storel_epi64((__m128i *)(panels + (2 * j + 1) * PANEL_TOKENS * 4), _mm_srli_si128(words, 8));
-  }
 }
 
 static void simd_swiglu(float *gate, const float *up, size_t n) {
@@ -71,16 +57,8 @@ ALWAYS_INLINE void simd_scores_n(const AttentionArgs *a, const uint16_t *k, size
         for (int h = 0; h < n_head; h++)
           lane[h][i][v] = V_FMA(V_LOAD(q + (size_t)h * a->head_dim + d + v * V_WIDTH), key, lane[h][i][v]);
       }
-  for (int h = 0; h < n_head; h++) {
-    __m128 s[SCORES]; /* as ops_sum_lanes */
-    for (int i = 0; i < SCORES; i++) {
-      __m256 halves = V_HALVES(lane[h][i]);
-      s[i] = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
-    }
-    _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
-    __m128 sum = _mm_add_ps(_mm_add_ps(s[0], s[2]), _mm_add_ps(s[1], s[3]));
-    _mm_storeu_ps(a->scores + ((size_t)head + (size_t)h) * a->ld_scores + pos, _mm_mul_ps(sum, _mm_set1_ps(a->scale)));
-  }
+  for (int h = 0; h < n_head; h++)
+    simd_sums(a->scores + ((size_t)head + (size_t)h) * a->ld_scores + pos, lane[h], a->scale);
 }
 
 static float simd_max(const float *x, size_t n) { /* ops_max */

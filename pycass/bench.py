@@ -2,7 +2,6 @@
 
 import csv
 import json
-import platform
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from . import machine
 from .errors import InvalidArgument
 from .file import CassFile
 from .prompts import PROMPTS
@@ -99,13 +99,17 @@ def run(path, name, plan, output, out, console):
     try:
         for threads in plan.threads:
             options = {"batch_size": plan.batch_size, "kernel": plan.kernel, "mmap": plan.mmap, "settings": plan.settings}
-            with Model.load(path, n_ctx=n_ctx, threads=threads, **options) as model:
+            with (
+                Model.load(path, n_ctx=n_ctx, threads=threads, **options) as model,
+                machine.Tegrastats(console.detail) as tegrastats,
+            ):
                 console.status("reading memory")
                 shared = about | {"kernel": model.kernel, "n_threads": model.threads}
                 shared["read_gbps"] = round(read_gbps(model.threads), 2)
+                tegrastats.take()
                 for row in _measure(model, plan, specs, owed, console):
                     console.status("")
-                    write.row(shared | row)
+                    write.row(shared | row | {"tegrastats": tegrastats.take()})
     finally:
         console.status("")
     write.end()
@@ -119,7 +123,8 @@ def _about(path, name):
         "model": name,
         "model_size": int(sum(t.speculation_bytes + t.verification_bytes for t in infos)),
         "model_n_params": sum(_product(t.shape) for t in infos),
-        "cpu_info": cpu_name(),
+        "cpu_info": machine.cpu_name(),
+        "power_mode": machine.power_mode(),
     }
 
 
@@ -268,15 +273,6 @@ def read_gbps(threads):
         return READ_BYTES / min(seconds() for _ in range(READ_PASSES)) / 1e9
 
 
-def cpu_name():
-    """The processor, as Linux calls it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 # ---- rows ----
 
 
@@ -321,7 +317,7 @@ TITLES = (
     *("model", "size", "params", "kernel", "threads", "spec", "test"),
     *("t/s", "accept", "mean_len", "MB/token", "GB/s"),
 )
-LISTS = ("samples_ts", "prompts")  # not in csv
+LISTS = ("samples_ts", "prompts", "tegrastats")  # not in csv
 
 
 class _Writer:
@@ -368,6 +364,8 @@ def notes(rows, plan):
     """What the table does not say, one line each."""
     reads = {r["n_threads"]: r["read_gbps"] for r in rows}
     out = [f"{n} thread{'s' * (n != 1)}: a plain read loop reaches {x:.1f} GB/s ({read_method()})" for n, x in reads.items()]
+    if rows and rows[0]["power_mode"]:
+        out.append(f"power mode {rows[0]['power_mode']}")
     if any(r["n_gen"] for r in rows):
         choice = f"sampled at temperature {plan.temperature:g}, seed {plan.seed}" if plan.temperature else "greedy"
         texts = dict.fromkeys((r["spec"], r["text"]) for r in rows if r["n_gen"])
@@ -377,7 +375,17 @@ def notes(rows, plan):
         off = [name for name, p in (r["prompts"] or {}).items() if p["disabled"]]
         if off:
             out.append(f"{r['test']}, {r['n_threads']} threads: auto turned the draft off for {', '.join(off)}")
+        if r["tegrastats"]:
+            what = f"{r['test']} {r['spec'] or ''}".rstrip()
+            out.append(f"{what}, {r['n_threads']} thread{'s' * (r['n_threads'] != 1)}: {_tegrastats_text(r['tegrastats'])}")
     return [f"- {line}" for line in out]
+
+
+def _tegrastats_text(t):
+    """machine.summary's figures in words."""
+    parts = [(t["watts"], "{} W on average"), (t["celsius"], "{} °C at most"), (t["ram_mb"], "{} MB of memory at most")]
+    found = ", ".join(words.format(value) for value, words in parts if value is not None)
+    return f"{found or 'nothing known'} (tegrastats, {t['samples']} samples)"
 
 
 def read_method():

@@ -321,6 +321,19 @@ def info(file, as_json, tensors, **o):
 
 
 @app.command()
+@click.argument("file", required=False)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@options.log
+def doctor(file, as_json, **o):
+    """Say what this machine is, what of it this build uses, and what of FILE fits: the longest context here."""
+    from . import doctor as d
+
+    console = console_of(o)
+    found = d.examine(file and resolve(file, console))
+    click.echo(json.dumps(found, ensure_ascii=False) if as_json else d.as_text(found))
+
+
+@app.command()
 @click.argument("file")
 @option("--against", default=None, metavar="SRC", envvar=None, help="Compare every weight with this checkpoint's.")
 @options.log

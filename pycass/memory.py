@@ -62,6 +62,10 @@ LLAMA_3B = Shape("Llama-3.2-3B", 28, 3072, 8192, 24, 8, 128, 128256, tied=True)
 QWEN_05B = Shape("Qwen2.5-0.5B", 24, 896, 4864, 14, 2, 64, 151936, tied=True, qkv_bias=True)
 MODELS = ((LLAMA_8B, LLAMA_1B), (QWEN_7B, QWEN_05B), (QWEN_14B, QWEN_05B))  # and their draft models
 EAGLE_VOCAB = 32000  # rows of an EAGLE-3 head's own output matrix
+# Bytes of an encoded KV cache, of BF16: the larger of SmolLM2-135M (heads of 64) and Qwen2.5-Coder-1.5B (128), of 1,024 tokens
+# of English; the newest tokens stay BF16.
+CACHE_RATIOS = {"raw": 1.0, "nest": 0.705, "cass1": 0.845, "cass2": 0.765}
+CACHE_PLAIN = 96  # tokens, at most
 PAPER_BITS = 13.9  # per weight of Cassandra-1 as the paper stores it: exponents of verification data untouched
 PAPER_RATIOS = {"separate draft model": 11.59, "EAGLE-3": 1.81}  # tokens in 24 GB that it reports
 
@@ -127,6 +131,14 @@ def schemes(shape: Shape, draft: Shape | None, codecs: dict[str, float], caches:
         if name in (caches or {}):
             found.append(codec(shape, f"{name}, cache too", bits, caches[name]))
     return [*found, codec(shape, "the paper's", PAPER_BITS, PAPER_BITS)]
+
+
+def cached(config, weights: int, kv: str) -> Scheme:
+    """A file of `weights` bytes with that kind of KV cache, and what the engine's attention takes for a token of context: eight
+    scores of each head, and its id."""
+    values = 4 * config.n_layer * config.n_head_kv * config.head_dim
+    ratio = CACHE_RATIOS[kv]
+    return Scheme(kv, weights + CACHE_PLAIN * values * (1 - ratio), values * ratio + 32 * config.n_head + 4)
 
 
 def shape_of(config, name: str, qkv_bias: bool = False) -> Shape:

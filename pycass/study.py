@@ -17,6 +17,7 @@ from pathlib import Path
 from . import bench, memory, probe, theory
 from .errors import InvalidArgument, IOFailure, PycassError
 from .file import CassFile
+from .machine import cpu_name
 from .prompts import DEVELOPMENT
 
 VERSION = 1
@@ -388,4 +389,4 @@ def codec_bits(rows) -> dict[str, float]:
 
 def machine() -> dict:
     """This machine, for people."""
-    return {"cpu": bench.cpu_name(), "cpus": os.cpu_count(), "system": platform.platform()}
+    return {"cpu": cpu_name(), "cpus": os.cpu_count(), "system": platform.platform()}

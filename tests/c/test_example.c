@@ -1,5 +1,5 @@
 /* Runs examples/generate on a tiny model, and compares what it prints with the session's own tokens:
- * test_example PATH_OF_GENERATE */
+ * test_example COMMAND..., the command being generate or an emulator and generate. */
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -40,17 +40,21 @@ static void check_ids(const char *path, const char *printed) {
 }
 
 int main(int argc, char **argv) {
-  CHECK(argc == 2, "usage: test_example GENERATE");
-  char path[256], command[1024], out[4096];
+  CHECK(argc >= 2, "usage: test_example COMMAND...");
+  char path[256], program[1024] = "", command[2048], out[4096];
+  for (int i = 1; i < argc; i++) {
+    size_t n = strlen(program);
+    snprintf(program + n, sizeof program - n, "'%s' ", argv[i]);
+  }
   for (int kind = 0; kind < N_TINY; kind++) {
     TinyModel tiny = tiny_model(kind);
     tiny_write(&tiny, path);
-    snprintf(command, sizeof command, "'%s' '%s' %d 3 1 4", argv[1], path, N_NEW);
+    snprintf(command, sizeof command, "%s'%s' %d 3 1 4", program, path, N_NEW);
     CHECK(run(command, out, sizeof out) == 0, "it failed: %s", out);
     check_ids(path, out);
     unlink(path);
   }
-  snprintf(command, sizeof command, "'%s' '%s' %d 3 1 4 2>&1", argv[1], path, N_NEW);
+  snprintf(command, sizeof command, "%s'%s' %d 3 1 4 2>&1", program, path, N_NEW);
   CHECK(run(command, out, sizeof out) == 1 && strstr(out, path), "a missing model: %s", out);
   printf("ok\n");
   return 0;

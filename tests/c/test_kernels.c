@@ -145,6 +145,22 @@ static void test_damaged_headers(void) {
   }
 }
 
+/* Records that end before the T bits that plane A asks for: all tiles have the same one, and all but the last end where it
+ * begins. What follows is read all the same. */
+static void test_short_records(void) {
+  for (int i = 0; i < 8; i++) {
+    Case t = case_make(PYCASS_CODEC_NEST, TOP, 40, 200); /* a T bit for every weight, and no nibbles */
+    size_t tiles = matrix_tiles(&t.w), first = 4 * (tiles + 1);
+    for (size_t k = 0; k < tiles; k++)
+      put_u32(t.side + 4 * k, (uint32_t)first);
+    for (size_t k = first + NEST_HEADER; k < first + NEST_HEADER + NEST_TILE / 8; k++)
+      t.side[k] = (uint8_t)random_u32();
+    check_tiles(&t.w, "short record");
+    check_damaged_product(&t.w, 1 + (uint32_t)i % 3);
+    case_free(&t);
+  }
+}
+
 /* ---- cass tiles ------------------------------------------------------------------------------------ */
 
 static void check_cass_tiles(const Matrix *w, const char *what) {
@@ -279,6 +295,20 @@ static void check_vectors(const Kernels *k, uint32_t n) {
   free(x), free(y), free(want), free(got), free(w), free(w2);
 }
 
+/* NaN, infinities and zeros of both signs where a maximum is taken; the softmax pads its scores. */
+static void check_odd_scores(const Kernels *k, uint32_t n, bool zeros) {
+  float *x = malloc((n + 16) * sizeof *x), *want = malloc((n + 16) * sizeof *x), *got = malloc((n + 16) * sizeof *x);
+  for (uint32_t i = 0; i < n; i++)
+    x[i] = zeros ? (random_below(2) ? 0.0f : -0.0f) : odd_float();
+  memcpy(want, x, n * sizeof *x), memcpy(got, x, n * sizeof *x);
+  float top[2] = {scalar->max(x, n), k->max(x, n)};
+  CHECK(f32_bits(top[0]) == f32_bits(top[1]), "%s, max, n = %u", k->name, n);
+  float sum[2] = {scalar->sum_exp(x, n, top[0]), k->sum_exp(x, n, top[0])};
+  scalar->softmax(want, n), k->softmax(got, n);
+  CHECK(same_floats(sum, sum + 1, 1) && same_floats(want, got, n), "%s, sum_exp or softmax, n = %u", k->name, n);
+  free(x), free(want), free(got);
+}
+
 /* All of attention, the positions and columns in pieces of random size. */
 static void by_pieces(const Kernels *k, AttentionArgs a, const uint16_t *keys, const uint16_t *values, size_t stride,
                       uint32_t n_pos) {
@@ -404,7 +434,7 @@ static void test_ops(const Kernels *k) {
   for (uint32_t n_group = 1; n_group < 9; n_group++)
     check_round(k, n_group);
   for (uint32_t n = 1; n < 80; n++)
-    check_vectors(k, n);
+    check_vectors(k, n), check_odd_scores(k, n, n % 3 == 0);
   check_vectors(k, 1537), check_vectors(k, 8960);
   for (uint32_t n_pos = 1; n_pos < 40; n_pos++)
     check_attention(k, n_pos, 64);
@@ -427,6 +457,7 @@ int main(void) {
   test_decode();
   test_damaged_planes();
   test_damaged_headers();
+  test_short_records();
   test_cass();
   test_matmul();
   for (int s = 0; s < n_sets; s++)

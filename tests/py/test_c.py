@@ -1,5 +1,6 @@
 """The C tests: cmake builds them in a folder of their own, and each of ctest's tests is one test here."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,11 @@ def names():
     found = re.findall(r"^ *(?:c_test\(|add_test\(NAME )(\w+)[ )]", text, flags=re.M)
     fuzz = [f"fuzz_{name}" for name in re.search(r"foreach\(name ([\w ]+)\)", text)[1].split()]
     return sorted({*found, *fuzz})
+
+
+def absent(reason):
+    """Skips for want of something that can be installed; PYCASS_NO_SKIP makes it a failure."""
+    (pytest.fail if os.environ.get("PYCASS_NO_SKIP") else pytest.skip)(reason)
 
 
 def tool(name):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nvrtc
 import pytest
-from test_c import ROOT, run, tool
+from test_c import ROOT, absent, run, tool
 
 sys.path.insert(0, str(ROOT / "kernels_cuda"))
 import static_table  # noqa: E402
@@ -22,7 +22,7 @@ COPIES = ("late", "early")
 
 def need(what, found, how):
     if not found:
-        pytest.skip(f"no {what}: {how}")
+        absent(f"no {what}: {how}")
     return found
 
 

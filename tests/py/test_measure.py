@@ -25,7 +25,7 @@ NAMES = list(prompts.PROMPTS)
 
 
 def rows_of(output, monkeypatch):
-    about = {"model": "m", "model_size": 1 << 20, "model_n_params": 2000000, "cpu_info": "a, b"}
+    about = {"model": "m", "model_size": 1 << 20, "model_n_params": 2000000, "cpu_info": "a, b", "power_mode": None}
     monkeypatch.setattr("pycass.model.Model", SimpleNamespace(load=lambda *a, **k: FakeModel("0" * 9)))
     monkeypatch.setattr(bench, "_about", lambda *a: about)
     monkeypatch.setattr(bench, "_owed", lambda *a: (100, 2))
@@ -79,7 +79,7 @@ def test_counts_add_up():
 
 def test_memory_is_read(monkeypatch):
     monkeypatch.setattr(bench, "READ_BYTES", 1 << 20)
-    assert bench.read_gbps(1) > 0 and bench.read_gbps(3) > 0 and bench.cpu_name()
+    assert bench.read_gbps(1) > 0 and bench.read_gbps(3) > 0
 
 
 # ---- bench, on tiny models ----
