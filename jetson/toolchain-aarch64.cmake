@@ -8,11 +8,8 @@ set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
 set(PYCASS_AARCH64_SYSROOT /usr/aarch64-linux-gnu CACHE PATH "Where an emulator finds the C library")
 set(CMAKE_CROSSCOMPILING_EMULATOR qemu-aarch64 -cpu cortex-a76 -L ${PYCASS_AARCH64_SYSROOT})
 
-# With PYCASS_CUDA: Orin's GPU, and nvcc's host code by the compiler above.
-set(CMAKE_CUDA_HOST_COMPILER aarch64-linux-gnu-g++)
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 87)
-endif()
+# With PYCASS_CUDA: Orin's GPU; nvcc's host code is compiled by the compiler above.
+set(PYCASS_CUDA_ARCHS 87 CACHE STRING "Compute capabilities to build for")
 
 set(CMAKE_FIND_ROOT_PATH ${PYCASS_AARCH64_SYSROOT})
 set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)

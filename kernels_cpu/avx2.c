@@ -30,9 +30,19 @@ ALWAYS_INLINE __m256 V_POW2(__m256 n) {
 ALWAYS_INLINE __m256 V_ZERO_BELOW(__m256 x, float limit, __m256 v) {
   return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_LT_OQ), v);
 }
-ALWAYS_INLINE __m256 V_HALVES(const __m256 *v) { return _mm256_add_ps(v[0], v[1]); }
 
 #include "x86_ops.h"
+
+ALWAYS_INLINE void simd_sums(float out[SCORES], V lane[SCORES][VECTORS], float scale) {
+  __m128 s[SCORES];
+  for (int i = 0; i < SCORES; i++) {
+    __m256 halves = _mm256_add_ps(lane[i][0], lane[i][1]);
+    s[i] = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+  }
+  _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
+  __m128 sum = _mm_add_ps(_mm_add_ps(s[0], s[2]), _mm_add_ps(s[1], s[3]));
+  _mm_storeu_ps(out, _mm_mul_ps(sum, _mm_set1_ps(scale)));
+}
 
 static inline __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 static inline void store(void *p, __m256i v) { _mm256_storeu_si256((__m256i *)p, v); }

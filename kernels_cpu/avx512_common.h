@@ -35,11 +35,22 @@ ALWAYS_INLINE __m512 V_POW2(__m512 n) {
 ALWAYS_INLINE __m512 V_ZERO_BELOW(__m512 x, float limit, __m512 v) {
   return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_LT_OQ), _mm512_setzero_ps());
 }
-ALWAYS_INLINE __m256 V_HALVES(const __m512 *v) {
-  return _mm256_add_ps(_mm512_castps512_ps256(*v), _mm512_extractf32x8_ps(*v, 1));
-}
 
 #include "x86_ops.h"
+
+/* Lanes i + lanes i + 8 of a, then of b. */
+ALWAYS_INLINE __m512 add_halves(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+
+ALWAYS_INLINE void simd_sums(float out[SCORES], V lane[SCORES][VECTORS], float scale) {
+  __m512 a = add_halves(lane[0][0], lane[1][0]), b = add_halves(lane[2][0], lane[3][0]);
+  __m512 s = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); /* of each, i + i + 4 */
+  s = _mm512_add_ps(s, _mm512_permute_ps(s, _MM_SHUFFLE(1, 0, 3, 2)));
+  s = _mm512_add_ps(s, _mm512_permute_ps(s, _MM_SHUFFLE(2, 3, 0, 1)));
+  const __m512i first = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+  _mm_storeu_ps(out, _mm_mul_ps(_mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)), _mm_set1_ps(scale)));
+}
 
 /* As ops_quantize_group. */
 ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const float *x) {

@@ -1,22 +1,10 @@
-/* What AVX2 and AVX-512 share of what simd_ops.h wants. The including set defines V_HALVES: of 16 / V_WIDTH vectors, the sums
- * of lanes i and i + 8 as __m256. */
+/* What AVX2 and AVX-512 share of what simd_ops.h wants. */
 #ifndef CASS_X86_OPS_H
 #define CASS_X86_OPS_H
 
 #include <immintrin.h>
 
 #include "simd_ops.h"
-
-ALWAYS_INLINE void simd_sums(float out[SCORES], V lane[SCORES][VECTORS], float scale) {
-  __m128 s[SCORES];
-  for (int i = 0; i < SCORES; i++) {
-    __m256 halves = V_HALVES(lane[i]);
-    s[i] = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
-  }
-  _MM_TRANSPOSE4_PS(s[0], s[1], s[2], s[3]);
-  __m128 sum = _mm_add_ps(_mm_add_ps(s[0], s[2]), _mm_add_ps(s[1], s[3]));
-  _mm_storeu_ps(out, _mm_mul_ps(sum, _mm_set1_ps(scale)));
-}
 
 /* As ops_round: eight columns, of two half lines, at a time. */
 static void simd_round(uint16_t *panels, const float *x, uint32_t n_group) {

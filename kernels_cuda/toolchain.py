@@ -2,11 +2,15 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 # One order of float operations, as on the CPU: multiply-adds only where the code says so, denormals count as zero.
 NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-ftz=true"]
+RUNTIME = "nvidia-cuda-runtime==13.0.96"
 
 
 def package_roots():
@@ -36,6 +40,16 @@ def find_include():
         places.append(Path(home) / "include")
     places += [Path("/usr/local/cuda/include"), Path("/usr/include")]
     return next((str(p) for p in places if (p / "cuda_runtime_api.h").is_file()), None)
+
+
+def fetch_runtime(folder):
+    """For a cross build: the static runtime for 64-bit Arm from PyPI's package, without installing it. Its folder."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", folder,
+               "--platform", "manylinux2014_aarch64", "--only-binary=:all:", RUNTIME]  # fmt: skip
+    subprocess.run(command, check=True)
+    with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+        name = next(n for n in wheel.namelist() if n.endswith("/libcudart_static.a"))
+        return str(Path(wheel.extract(name, folder)).parent)
 
 
 def nvcc():

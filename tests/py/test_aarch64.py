@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from test_c import absent, names, run, tool
+from test_cuda_simt import toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {"aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
@@ -74,6 +75,24 @@ def test_a_cpu_without_dot_products_takes_scalar(build):
     assert re.search(r"^neon: this machine cannot run it$", run(*command, build / "tests/c/test_kernels"), re.M)
 
 
+@pytest.fixture(scope="module")
+def cuda_library(tmp_path_factory):
+    need(NEEDS)
+    if not toolchain.find_tool("nvcc"):
+        absent("no nvcc: pip install '.[cuda-test]'")
+    folder = tmp_path_factory.mktemp("aarch64_cuda")
+    options = ["-DPYCASS_CUDA=ON", "-DPYCASS_TESTS=OFF", f"-DPYCASS_NVCC={toolchain.find_tool('nvcc')}"]
+    run(tool("cmake"), "--preset", "jetson", "-S", ROOT, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}", *options, *GENERATOR)
+    run(tool("cmake"), "--build", folder, "--target", "pycass_cuda_library")
+    return folder / "libpycass_cuda.so"
+
+
+def test_the_cuda_library_is_for_orin(cuda_library):
+    assert re.search(r"Machine: +AArch64", run("aarch64-linux-gnu-readelf", "-h", cuda_library))
+    text = cuda_library.read_bytes()
+    assert b"sm_87" in text and b"sm_89" not in text
+
+
 # ---- Python ----
 
 
@@ -110,6 +129,19 @@ def test_in_python(python, tmp_path):
         for done in pool.map(tests, PYTHON_TESTS):
             assert done.returncode == 0, done.stdout[-20000:] + done.stderr
             assert re.match(r"[1-9]\d* passed", done.stdout.splitlines()[-1]) and "skipped" not in done.stdout
+
+
+def test_cuda_says_that_there_is_no_driver(python, cuda_library, tmp_path):
+    code = (
+        "import ctypes, sys\n"
+        "library = ctypes.CDLL(sys.argv[1])\n"
+        "library.pycass_cuda.restype = ctypes.POINTER(ctypes.c_void_p)\n"
+        "table = library.pycass_cuda()\n"
+        "alloc = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t)(table[1])\n"
+        "text = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)(table[7])\n"
+        "print(text(alloc(ctypes.byref(ctypes.c_void_p()), 16)))\n"
+    )
+    assert "driver" in last_line(*python, "-c", code, cuda_library)
 
 
 def test_it_answers_a_prompt(python, tiny_cass, tmp_path):
