@@ -57,10 +57,15 @@ def _pieces(text) -> list[str]:
     found, piece = [], ""
     for line in text.split("\n"):
         if piece and (len(piece) + len(line) > 1.5 * PIECE or (not line.strip() and len(piece) >= PIECE / 2)):
-            found, piece = [*found, piece], ""
+            found.append(piece)
+            piece = ""
         piece += line + "\n"
-        while len(piece) > 1.5 * PIECE:
-            found, piece = [*found, piece[:PIECE]], piece[PIECE:]
+        at = 0
+        while len(piece) - at > 1.5 * PIECE:
+            found.append(piece[at : at + PIECE])
+            at += PIECE
+        piece = piece[at:]
         if len(piece) >= PIECE:
-            found, piece = [*found, piece], ""
+            found.append(piece)
+            piece = ""
     return [p.strip("\n") for p in [*found, piece] if p.strip()]

@@ -549,7 +549,7 @@ def tune(model, **o):
     if o["search"] == "optuna" and not t.has_optuna():
         raise InvalidArgument("optuna is not installed: pip install 'pycass[tune]', or --search grid")
     path = resolve(name, console)
-    out = o["out"] or (path if name.endswith(".cass") else os.path.basename(name.rstrip("/"))) + ".tune.json"
+    out = o["out"] or (name if name.endswith(".cass") else os.path.basename(name.rstrip("/"))) + ".tune.json"
     plan = t.Plan(os.fspath(path), out, o["objective"], 60 * o["budget"], o["tokens"], o["threads"], o["kernel"],
                   None if o["search"] == "auto" else o["search"] == "optuna")  # fmt: skip
     found = t.run(plan, console)

@@ -9,12 +9,11 @@ import json
 import os
 import platform
 import re
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from . import bench, memory, probe, theory
+from . import bench, memory, probe, scratch, theory
 from .errors import InvalidArgument, IOFailure, PycassError
 from .file import CassFile
 from .machine import cpu_name
@@ -151,7 +150,19 @@ class Folder:
             text = (self.path / name).read_text(encoding="utf-8")
         except FileNotFoundError:
             return []
-        return [{k: _value(v) for k, v in row.items()} for row in csv.DictReader(io.StringIO(text))]
+        except (OSError, UnicodeDecodeError) as error:
+            raise IOFailure(f"{self.path / name}: cannot be read: {error}") from None
+        rows = [{k: _value(v) for k, v in row.items()} for row in csv.DictReader(io.StringIO(text))]
+        if name == "points.csv":
+            self._check_points(rows)
+        return rows
+
+    def _check_points(self, rows):
+        """What the report reckons with has to be numbers, of known codecs."""
+        for row in rows:
+            numbers = [row.get(k) for k in ("draft_bits", "total_bits", "agreement", "sampled", "positions")]
+            if not all(isinstance(x, (int, float)) for x in numbers) or row.get("codec") not in ("nest", "cass1", "cass2"):
+                raise InvalidArgument(f"{self.path / 'points.csv'}: a damaged row ({row.get('point')}); delete the file or the row")
 
     def keep_rows(self, name: str, rows: list[dict]):
         """Writes a CSV file; columns are those of any row."""
@@ -264,7 +275,7 @@ def calibrated(path, folder, console):
             return
     from .convert import convert
 
-    with tempfile.TemporaryDirectory(prefix=".calibrated-", dir=folder) as temporary:
+    with scratch.folder(folder, ".calibrated-") as temporary:
         console.note("calibrating: the file keeps no statistics of activations")
         made = os.path.join(temporary, "calibrated.cass")
         with console.progress("calibrating") as progress:
@@ -320,7 +331,7 @@ def measure(plan, source, point, folder, options) -> dict:
     from .model import Model
 
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=".point-", dir=folder.path) as temporary:
+    with scratch.folder(folder.path, ".point-") as temporary:
         path = os.path.join(temporary, "point.cass")
         convert(source, path, **point.arguments)
         encoded = time.monotonic() - begin

@@ -2,12 +2,11 @@
 
 import json
 import os
-import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
-from . import bench, probe, study, theory
+from . import bench, probe, scratch, study, theory
 from .errors import InvalidArgument, IOFailure, PycassError
 from .file import CassFile
 from .prompts import DEVELOPMENT
@@ -135,12 +134,11 @@ class Rig:
     def __init__(self, plan: Plan, console):
         self._plan, self._console = plan, console
         folder = os.path.dirname(os.path.abspath(plan.out))
+        self._stack = ExitStack()
         try:
-            self._temporary = tempfile.TemporaryDirectory(prefix=".tune-", dir=folder)
+            self._folder = self._stack.enter_context(scratch.folder(folder, ".tune-"))
         except OSError as error:
             raise IOFailure(f"{folder}: {error.strerror}") from error
-        self._stack = ExitStack()
-        self._stack.enter_context(self._temporary)
         self._files: dict[str, str] = {}  # encoding: path
         self._made = 0
         with CassFile(plan.model) as f:
@@ -169,9 +167,9 @@ class Rig:
             from .convert import convert
 
             self._made += 1
-            path = os.path.join(self._temporary.name, f"{self._made}.cass")
+            path = os.path.join(self._folder, f"{self._made}.cass")
             if self._source is None:
-                again = study.calibrated(self._plan.model, self._temporary.name, self._console)
+                again = study.calibrated(self._plan.model, self._folder, self._console)
                 self._source = self._stack.enter_context(again)
             convert(self._source, path, **encoding)
             self._files[key] = path

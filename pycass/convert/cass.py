@@ -35,9 +35,11 @@ class CassSource(Source):
 
 
 def open_cass(path):
-    """Source of a .cass file. Raises the errors of CassFile."""
+    """Source of a .cass file whose checksums are right: a conversion would hide damage behind new ones. Raises the errors of
+    CassFile."""
     file = CassFile(path)
     try:
+        file.check_sections()
         c = file.config
         cfg = arch.ModelConfig(
             **{k: getattr(c, k) for k in ("family", "n_vocab", "n_ctx_train", "n_embd", "n_ff", "n_layer", "n_head")},

@@ -166,6 +166,17 @@ def test_wrong_options(tiny_hf, tmp_path, wrong):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("codec", ["nest", "raw", *CODECS])
+def test_damaged_sources_are_refused(tiny_cass, tmp_path, codec):
+    """Of a .cass file: a conversion would give damage new checksums."""
+    data = bytearray(open(tiny_cass("qwen2", codec), "rb").read())
+    data[len(data) // 3] ^= 4
+    (tmp_path / "damaged.cass").write_bytes(data)
+    with pytest.raises(FormatError):
+        convert(tmp_path / "damaged.cass", tmp_path / "out.cass")
+    assert not (tmp_path / "out.cass").exists()
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_damaged_weights_do_not_stop_a_model(tiny_cass, tmp_path, codec):
     """Bytes of segments changed: verify says so, and the model runs as it can."""

@@ -187,6 +187,26 @@ def test_folders_of_other_studies_are_refused(plan, copies, tmp_path):
             study.run(plan(), Console())
 
 
+@pytest.mark.parametrize("name", ["points.csv", "tensors.csv"])
+def test_damaged_tables_are_refused(plan, copies, tmp_path, name):
+    study.run(plan(), Console())
+    path = tmp_path / "report" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50] + b"\xff\xfe\x80" + whole[50:])
+    with pytest.raises(IOFailure, match=name):
+        study.run(plan(), Console())
+    if name == "points.csv":
+        header, row, rest = whole.split(b"\n", 2)
+        cells = row.split(b",")
+        for column, value in ((b"codec", b"bogus"), (b"draft_bits", b"4.x"), (b"agreement", b"")):
+            damaged = cells.copy()
+            damaged[header.split(b",").index(column)] = value
+            damaged = b",".join(damaged)
+            path.write_bytes(header + b"\n" + damaged + b"\n" + rest)
+            with pytest.raises(InvalidArgument, match="damaged row"):
+                study.run(plan(), Console())
+
+
 def test_without_matplotlib(plan, copies, monkeypatch, capsys):
     for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)

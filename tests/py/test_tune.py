@@ -289,6 +289,13 @@ def test_the_command(tiny, tmp_path, capsys):
     assert settings.of(json.loads(capsys.readouterr().out)) == settings.load(out)
 
 
+def test_settings_lie_beside_the_model(tiny, tmp_path, capsys):
+    """Without --out."""
+    path = str(shutil.copy(tiny, tmp_path / "model.cass"))
+    assert cli.main(["tune", path, "--tokens", "16", "-t", "1", "--budget", "1", "--search", "grid"]) == 0
+    assert settings.load(path + ".tune.json").measured["tps"] > 0
+
+
 def test_an_interrupted_command_leaves_settings(tiny, tmp_path, monkeypatch, capsys):
     def interrupted(*a):
         raise KeyboardInterrupt
