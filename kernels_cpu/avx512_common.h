@@ -336,7 +336,7 @@ typedef struct DraftQuery {
 } DraftQuery;
 
 static void draft_query(DraftQuery *out, const AttentionArgs *a, uint32_t h, const Matrix *w) {
-  __m512 u[KEY_DIM_MOST / 16], tops = _mm512_setzero_ps();
+  __m512 u[KEY_DIM_MOST / 16] = {0}, tops = _mm512_setzero_ps(); /* zeros: GCC 12 at -O3 warns otherwise */
   uint32_t n_tile = (a->head_dim + 15) / 16;
   for (uint32_t t = 0; t < n_tile; t++) {
     __mmask16 there = (__mmask16)(0xffffu >> (a->head_dim - 16 * t < 16 ? 16 - (a->head_dim - 16 * t) : 0));
