@@ -2,28 +2,34 @@
  * barrier ends a phase whose results other threads need. Work is divided in a fixed way that no result depends on:
  * products by blocks of 16 rows, which go to whoever is free, the rest by tokens, heads or groups of
  * columns. */
-#include "forward.h"
-
 #include "attend.h"
+#include "backend.h"
 
 #include <math.h>
 
 /* ---- working memory ----------------------------------------------------------------------------- */
 
-static size_t widest_input(const pycass_config *c) {
+size_t state_widest(const pycass_config *c) {
   size_t q = (size_t)c->n_head * c->head_dim, n = c->n_embd > c->n_ff ? c->n_embd : c->n_ff;
   return round_up(n > q ? n : q, NEST_COLS);
 }
 
-pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits, uint32_t n_ctx,
-                         uint32_t n_threads) {
+pycass_status state_shape(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits) {
   const pycass_config *c = &m->config;
-  size_t wide = widest_input(c), b = n_batch;
   *s = (State){.n_batch = n_batch, .n_logits = n_logits};
   s->ld_embd = (uint32_t)round_up(c->n_embd, 64), s->ld_ff = (uint32_t)round_up(c->n_ff, 64);
   s->ld_q = (uint32_t)round_up((size_t)c->n_head * c->head_dim, 64);
   s->ld_kv = (uint32_t)round_up((size_t)c->n_head_kv * c->head_dim, 64);
   s->ld_vocab = (uint32_t)round_up(c->n_vocab, 64);
+  s->logits = cass_alloc((size_t)n_logits * s->ld_vocab * sizeof(float));
+  return s->logits ? PYCASS_OK : cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for %u rows of logits", n_logits);
+}
+
+static pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits, uint32_t n_ctx,
+                                uint32_t n_threads) {
+  const pycass_config *c = &m->config;
+  size_t wide = state_widest(c), b = n_batch;
+  RETURN_IF(state_shape(s, m, n_batch, n_logits));
   s->ld_scores = round_up((size_t)n_ctx + 16, 64), s->ld_head = (uint32_t)round_up(c->head_dim, NEST_ROWS);
   struct {
     float **p;
@@ -37,7 +43,6 @@ pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint
               {&s->gate, b * s->ld_ff},
               {&s->up, b * s->ld_ff},
               {&s->cos_sin, b * c->head_dim},
-              {&s->logits, (size_t)n_logits * s->ld_vocab},
               {&s->scores, attend_scores_size(c, n_ctx, n_threads)},
               {&s->acts.scale, b * wide / NEST_COLS}};
   bool ok = true;
@@ -289,4 +294,27 @@ static void forward_thread(void *arg, uint32_t thread, uint32_t n_threads) {
   restore_denormals(denormals);
 }
 
-void forward(const Pass *pass) { pool_run(pass->pool, pass->n_threads, forward_thread, (void *)(uintptr_t)pass); }
+static void forward(const Pass *pass) {
+  pool_run(pass->pool, pass->n_threads, forward_thread, (void *)(uintptr_t)pass);
+}
+
+/* ---- the backend -------------------------------------------------------------------------------- */
+
+static pycass_status start(State *s, KvCache *kv, const pycass_model *m, uint32_t n_batch, uint32_t n_logits,
+                           uint32_t n_threads) {
+  if (kv->codec == PYCASS_KV_AUTO) /* encoded, attention takes longer on CPUs: only where memory may become short */
+    kv->codec = kv_plain_bytes(kv, kv->n_ctx) > loader_memory_available("") / 2 ? PYCASS_KV_NEST : PYCASS_KV_RAW;
+  return state_init(s, m, n_batch, n_logits, kv->n_ctx, n_threads);
+}
+
+static void end(State *s, KvCache *kv) {
+  (void)kv;
+  state_free(s);
+}
+
+static pycass_status status(const KvCache *kv) {
+  (void)kv;
+  return PYCASS_OK;
+}
+
+const Backend cpu_backend = {"cpu", start, end, forward, kv_trim, kv_save, kv_restore, status};

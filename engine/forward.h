@@ -34,8 +34,10 @@ typedef struct State {
   Acts acts;              /* activations of a product, [n_batch][the widest input] */
 } State;
 
-pycass_status state_init(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits, uint32_t n_ctx,
-                         uint32_t n_threads);
+/* Sizes and logits, which every backend has. */
+pycass_status state_shape(State *s, const pycass_model *m, uint32_t n_batch, uint32_t n_logits);
+/* The columns of the widest input of a product. */
+size_t state_widest(const pycass_config *c);
 void state_free(State *s);
 
 typedef struct Pass {
@@ -52,8 +54,5 @@ typedef struct Pass {
   uint32_t n_logits;      /* the last n_logits tokens get logits, in state.logits; may be 0 */
   double *sum, *square;   /* [pycass_model_n_channel]: every token's activations are added; NULL. Then n_logits = 0 */
 } Pass;
-
-/* Writes keys and values of the n tokens at pos .. pos + n - 1, unless apart. */
-void forward(const Pass *pass);
 
 #endif

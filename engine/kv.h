@@ -23,6 +23,7 @@ typedef struct KvCache {
   KvBlock *block;       /* [n_ctx / KV_BLOCK][n_layer] */
   size_t encoded_bytes, encoded_draft_bytes;
   uint32_t exposed;     /* number of a block that is plain, too; UINT32_MAX: none */
+  void *device;         /* a backend's that keeps all elsewhere; then k, v and block stay empty */
 } KvCache;
 
 pycass_status kv_init(KvCache *kv, const pycass_config *c, uint32_t n_ctx, pycass_kv codec);

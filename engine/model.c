@@ -1,4 +1,4 @@
-#include "model.h"
+#include "backend.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -135,16 +135,34 @@ static pycass_status set_rope(pycass_model *m, const pycass_model_options *o) {
   return PYCASS_OK;
 }
 
+/* The GPU, if one is asked for; in place of an error with "auto" the CPU, and a note. */
+static pycass_status choose_backend(pycass_model *m, const char *device) {
+  if (strcmp(device, "cpu") == 0)
+    return PYCASS_OK;
+  pycass_status status = cuda_load(m, &m->weights);
+  if (status == PYCASS_OK)
+    m->backend = &cuda_backend;
+  else if (strcmp(device, "auto") == 0)
+    snprintf(m->device_note, sizeof m->device_note, "%s", pycass_error_detail());
+  return m->device_note[0] ? PYCASS_OK : status;
+}
+
 static pycass_status load(pycass_model *m, const char *path, const pycass_model_options *o) {
+  const char *device = o && o->device ? o->device : "cpu";
+  if (strcmp(device, "cpu") != 0 && strcmp(device, "cuda") != 0 && strcmp(device, "auto") != 0)
+    return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "no device %s; there are cpu, cuda and auto", device);
   RETURN_IF(kernels_select(o ? o->kernel : NULL, &m->kernels));
   pycass_loading loading = o ? o->loading : PYCASS_LOAD_AUTO;
   if (o && o->mlock && loading == PYCASS_LOAD_AUTO)
     loading = PYCASS_LOAD_READ; /* pages that come later would not be locked */
+  if (strcmp(device, "cpu") != 0 && loading == PYCASS_LOAD_AUTO && cuda_probe() == PYCASS_OK)
+    loading = PYCASS_LOAD_MAP; /* read once */
   RETURN_IF(loader_open(path, loading, &m->file));
   m->config = m->file->format.config;
   RETURN_IF(bind(m, o));
   RETURN_IF(check_draft_full(m, o));
   RETURN_IF(set_rope(m, o));
+  RETURN_IF(choose_backend(m, device));
   return o && o->mlock ? loader_lock(m->file) : PYCASS_OK;
 }
 
@@ -152,6 +170,7 @@ pycass_status pycass_model_load(const char *path, const pycass_model_options *op
   pycass_model *m = calloc(1, sizeof *m);
   if (!m)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for a model");
+  m->backend = &cpu_backend;
   pycass_status status = load(m, path, options);
   if (status != PYCASS_OK) {
     pycass_model_free(m);
@@ -164,6 +183,7 @@ pycass_status pycass_model_load(const char *path, const pycass_model_options *op
 void pycass_model_free(pycass_model *m) {
   if (!m)
     return;
+  cuda_unload(m->weights);
   pycass_file_close(m->file);
   cass_free(m->rope_inv_freq);
   free(m->layer);
@@ -172,3 +192,8 @@ void pycass_model_free(pycass_model *m) {
 
 const pycass_file *pycass_model_file(const pycass_model *m) { return m->file; }
 const char *pycass_model_kernel(const pycass_model *m) { return m->kernels->name; }
+const char *pycass_model_device(const pycass_model *m, const char **note) {
+  if (note)
+    *note = m->device_note;
+  return m->backend->name;
+}

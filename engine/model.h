@@ -27,6 +27,9 @@ struct pycass_model {
   uint64_t draft_bytes, target_bytes; /* of weights that one pass reads */
   bool has_draft;       /* some matrix is coded, so a draft reads less than the target */
   bool draft_reads_panels; /* some matrix is not, or the draft reads it in full */
+  const struct Backend *backend;
+  void *weights;        /* the backend's copy; NULL: the CPU reads the map */
+  char device_note[512]; /* why it is the CPU's though a GPU would have been taken */
 };
 
 #endif

@@ -47,7 +47,8 @@ typedef enum pycass_status {
   PYCASS_ERR_UNSUPPORTED = 10, /* a codec, data type or shape this build does not run */
   PYCASS_ERR_CONTEXT_FULL = 11,
   PYCASS_ERR_STATE_MISMATCH = 12, /* a saved state of another model or format */
-  PYCASS_ERR_KERNEL = 13          /* the forced kernel set does not exist or cannot run on this machine */
+  PYCASS_ERR_KERNEL = 13,         /* the forced kernel set does not exist or cannot run on this machine */
+  PYCASS_ERR_DEVICE = 14          /* no library or driver for the GPU, or it failed */
 } pycass_status;
 
 PYCASS_API const char *pycass_status_string(pycass_status status); /* a short English phrase */
@@ -196,6 +197,7 @@ typedef struct pycass_model_options {
   float rope_attention_factor; /* goes with rope_inv_freq */
   const char *const *draft_full; /* [n_draft_full] names of tensors that the draft reads as the target does */
   size_t n_draft_full;
+  const char *device;    /* "cpu" or NULL; "cuda": the first GPU, or an error; "auto": a GPU if that works, else the CPU */
 } pycass_model_options;
 
 /* options may be NULL. */
@@ -203,6 +205,16 @@ PYCASS_API pycass_status pycass_model_load(const char *path, const pycass_model_
 PYCASS_API void pycass_model_free(pycass_model *model); /* after its sessions */
 PYCASS_API const pycass_file *pycass_model_file(const pycass_model *model);
 PYCASS_API const char *pycass_model_kernel(const pycass_model *model);
+/* What computes: "cpu" or "cuda". *note (may be NULL): why not the GPU, where "auto" chose the CPU; otherwise "". */
+PYCASS_API const char *pycass_model_device(const pycass_model *model, const char **note);
+/* GPUs by number, as the driver has them, of which "cuda" takes the first (CUDA_VISIBLE_DEVICES chooses). PYCASS_ERR_DEVICE past
+ * the last one, or if there is no library or driver. */
+typedef struct pycass_device {
+  char name[256];
+  int major, minor; /* compute capability */
+  size_t free_bytes, total_bytes;
+} pycass_device;
+PYCASS_API pycass_status pycass_device_info(int index, pycass_device *out);
 /* Kernel sets built in, best first; NULL past the end. *runs: whether this machine can run it. */
 PYCASS_API const char *pycass_kernel_name(size_t index, int *runs);
 

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "forward.h"
+#include "backend.h"
 #include "sampler.h"
 #include "spec.h"
 
@@ -12,6 +12,7 @@ enum { DEFAULT_CTX = 4096, DEFAULT_BATCH = 512, MAX_BATCH = 4096, LOGITS_ROWS = 
 
 struct pycass_session {
   pycass_model *model;
+  const Backend *backend; /* the model's */
   Pool *pool;
   uint32_t n_threads, n_threads_batch;
   uint32_t n_ctx, n_batch;
@@ -63,9 +64,7 @@ static pycass_status start(pycass_session *s, const pycass_session_options *o) {
   if ((unsigned)codec > PYCASS_KV_CASS2)
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "no such kind of KV cache: %d", (int)codec);
   RETURN_IF(kv_init(&s->kv, c, s->n_ctx, codec));
-  if (codec == PYCASS_KV_AUTO) /* encoded, attention takes longer on CPUs: only where memory may become short */
-    s->kv.codec = kv_plain_bytes(&s->kv, s->n_ctx) > loader_memory_available("") / 2 ? PYCASS_KV_NEST : PYCASS_KV_RAW;
-  RETURN_IF(state_init(&s->state, s->model, s->n_batch, LOGITS_ROWS, s->n_ctx, threads));
+  RETURN_IF(s->backend->start(&s->state, &s->kv, s->model, s->n_batch, LOGITS_ROWS, threads));
   RETURN_IF(sampler_init(&s->sampler, s->model->kernels, c->n_token));
   s->tokens = cass_alloc(((size_t)s->n_ctx + 1) * sizeof *s->tokens);
   if (!s->tokens)
@@ -79,7 +78,7 @@ pycass_status pycass_session_new(pycass_model *model, const pycass_session_optio
   pycass_session *s = calloc(1, sizeof *s);
   if (!s)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for a session");
-  s->model = model;
+  s->model = model, s->backend = model->backend;
   pycass_status status = start(s, o);
   if (status != PYCASS_OK) {
     pycass_session_free(s);
@@ -93,8 +92,8 @@ void pycass_session_free(pycass_session *s) {
   if (!s)
     return;
   pool_free(s->pool);
+  s->backend->end(&s->state, &s->kv);
   kv_free(&s->kv);
-  state_free(&s->state);
   sampler_free(&s->sampler);
   cass_free(s->tokens);
   free(s);
@@ -120,7 +119,7 @@ pycass_status pycass_session_trim(pycass_session *s, size_t n) {
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "cannot keep %zu of %zu tokens", n, s->n_tokens);
   if (n < s->n_past) {
     s->n_past = n, s->logits = NULL;
-    kv_trim(&s->kv, (uint32_t)n);
+    s->backend->kv_trim(&s->kv, (uint32_t)n);
   }
   if (n < s->n_tokens && n == s->n_past)
     s->logits = NULL; /* a draft or a later row may have overwritten them */
@@ -142,6 +141,8 @@ static pycass_status check_ids(const pycass_session *s, const int32_t *ids, size
  * the next time; encoding makes them smaller later. */
 static pycass_status check_memory(const pycass_session *s, size_t n) {
   enum { STRIDE = 256 };
+  if (s->kv.device) /* has it all */
+    return PYCASS_OK;
   size_t ahead = round_up(s->n_tokens + n, STRIDE) - s->n_tokens, bytes = kv_plain_bytes(&s->kv, ahead);
   if (s->n_tokens / STRIDE != (s->n_tokens + n) / STRIDE && loader_memory_available("") < bytes)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for %zu more tokens behind %zu: their keys and values take %zu MiB", n,
@@ -173,7 +174,7 @@ static void run(pycass_session *s, bool draft, size_t pos, size_t n, size_t n_lo
   pass.draft = draft, pass.n_threads = n_threads;
   if (!draft)
     pass.sum = s->sum, pass.square = s->square;
-  forward(&pass);
+  s->backend->forward(&pass);
 }
 
 typedef struct Encoding {
@@ -235,12 +236,14 @@ static pycass_status append(pycass_session *s, const int32_t *ids, size_t n) {
 pycass_status pycass_session_eval(pycass_session *s, const int32_t *ids, size_t n, float *logits) {
   RETURN_IF(append(s, ids, n));
   advance(s, s->n_tokens, logits);
-  return PYCASS_OK;
+  return s->backend->status(&s->kv);
 }
 
 pycass_status pycass_session_observe(pycass_session *s, const int32_t *ids, size_t n, double *sum, double *square) {
   if (!sum || !square)
     return cass_fail(PYCASS_ERR_INVALID_ARGUMENT, "no room for the activations' sums");
+  if (s->kv.device)
+    return cass_fail(PYCASS_ERR_UNSUPPORTED, "activations are observed on the CPU only");
   RETURN_IF(append(s, ids, n));
   s->sum = sum, s->square = square;
   advance(s, s->n_tokens, NULL);
@@ -260,13 +263,13 @@ pycass_status pycass_session_eval_draft(pycass_session *s, const int32_t *ids, s
     kv_expose(&s->kv, (uint32_t)i / KV_BLOCK);
     Pass pass = pass_of(s, i, some, some);
     pass.draft = pass.apart = true, pass.n_threads = s->n_threads_batch;
-    forward(&pass);
+    s->backend->forward(&pass);
     for (size_t row = 0; row < some; row++, logits += n_vocab)
       memcpy(logits, logits_row(s, row), n_vocab * sizeof *logits);
   }
   kv_hide(&s->kv);
   s->logits = NULL; /* the draft's are there now */
-  return PYCASS_OK;
+  return s->backend->status(&s->kv);
 }
 
 pycass_status pycass_session_prompt(pycass_session *s, const int32_t *ids, size_t n, size_t max_eval, size_t *n_reused,
@@ -294,7 +297,7 @@ pycass_status pycass_session_prompt(pycass_session *s, const int32_t *ids, size_
     *n_reused = same;
   if (done)
     *done = end == n;
-  return PYCASS_OK;
+  return s->backend->status(&s->kv);
 }
 
 /* ---- decoding ----------------------------------------------------------------------------------- */
@@ -432,7 +435,7 @@ pycass_status pycass_session_next(pycass_session *s, pycass_token *out, size_t c
   s->stats.spec_disabled = s->policy.disabled;
   s->stats.plain_ms_per_token = s->policy.verify_ms[1];
   s->stats.spec_ms_per_token = policy_spec_ms_per_token(&s->policy);
-  return PYCASS_OK;
+  return s->backend->status(&s->kv);
 }
 
 /* ---- saved state -------------------------------------------------------------------------------- */
@@ -457,11 +460,11 @@ pycass_status pycass_session_save_state(const pycass_session *s, uint8_t *out, s
   uint32_t head[6] = {STATE_VERSION, fingerprint(s->model), (uint32_t)s->n_past};
   uint8_t *body = out + STATE_HEADER;
   memcpy(body, s->tokens, s->n_past * sizeof(int32_t));
-  kv_save(&s->kv, 0, (uint32_t)s->n_past, body + s->n_past * sizeof(int32_t));
+  s->backend->kv_save(&s->kv, 0, (uint32_t)s->n_past, body + s->n_past * sizeof(int32_t));
   head[3] = pycass_crc32c(0, body, size - STATE_HEADER);
   memcpy(out, state_magic, sizeof state_magic);
   memcpy(out + sizeof state_magic, head, sizeof head);
-  return PYCASS_OK;
+  return s->backend->status(&s->kv);
 }
 
 pycass_status pycass_session_load_state(pycass_session *s, const uint8_t *data, size_t size) {
@@ -483,10 +486,10 @@ pycass_status pycass_session_load_state(pycass_session *s, const uint8_t *data, 
     RETURN_IF(check_ids(s, &id, 1));
   }
   memcpy(s->tokens, data + STATE_HEADER, n * sizeof(int32_t));
-  kv_trim(&s->kv, 0);
-  kv_restore(&s->kv, 0, (uint32_t)n, data + STATE_HEADER + n * sizeof(int32_t));
+  s->backend->kv_trim(&s->kv, 0);
+  s->backend->kv_restore(&s->kv, 0, (uint32_t)n, data + STATE_HEADER + n * sizeof(int32_t));
   s->n_tokens = s->n_past = n;
   s->logits = NULL;
   encode_old(s, s->n_threads_batch);
-  return PYCASS_OK;
+  return s->backend->status(&s->kv);
 }

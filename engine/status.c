@@ -33,6 +33,7 @@ const char *pycass_status_string(pycass_status status) {
   case PYCASS_ERR_CONTEXT_FULL: return "context full";
   case PYCASS_ERR_STATE_MISMATCH: return "state of another model";
   case PYCASS_ERR_KERNEL: return "kernel set not available";
+  case PYCASS_ERR_DEVICE: return "GPU not available";
   }
   return "unknown status";
 }

@@ -5,6 +5,8 @@
 #include "matmul.cuh"
 #include "ops.cuh"
 
+#include <cstring>
+
 #include <cuda_runtime_api.h>
 
 static int last() { return (int)cudaGetLastError(); }
@@ -140,10 +142,25 @@ static int run_argmax(int *out, const float *logits, uint32_t ld, uint32_t m, ui
   return last();
 }
 
+static int describe(int device, CudaDevice *out) {
+  cudaDeviceProp p;
+  int current = 0, error = (int)cudaGetDeviceProperties(&p, device);
+  if (error || (error = (int)cudaGetDevice(&current)) || (error = (int)cudaSetDevice(device))) {
+    last(); /* forgets it: asking past the last one must not spoil what follows */
+    return error;
+  }
+  memcpy(out->name, p.name, sizeof out->name);
+  out->name[sizeof out->name - 1] = 0;
+  out->major = p.major, out->minor = p.minor;
+  error = (int)cudaMemGetInfo(&out->free_bytes, &out->total_bytes);
+  cudaSetDevice(current);
+  return error;
+}
+
 static const PycassCuda table = {sizeof(PycassCuda), device_alloc,    device_release, device_upload, device_download,
                                  device_zero,        device_wait,     error_text,     run_find_form, run_decode,
                                  run_ready,          run_matmul,      run_draft,      run_embed,     run_add_norm,
                                  run_angles,         run_finish_qkv,  run_attend,     run_encode,    run_pack,
-                                 run_swiglu,         run_argmax};
+                                 run_swiglu,         run_argmax,      describe};
 
 extern "C" __attribute__((visibility("default"))) const PycassCuda *pycass_cuda(void) { return &table; }

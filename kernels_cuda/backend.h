@@ -18,6 +18,12 @@ extern "C" {
 
 typedef struct CUstream_st *CudaStream; /* as cudaStream_t */
 
+typedef struct CudaDevice {
+  char name[256];
+  int major, minor; /* compute capability */
+  size_t free_bytes, total_bytes;
+} CudaDevice;
+
 enum { CUDA_RAW, CUDA_NEST }; /* as pycass_codec; others are the host's to refuse */
 
 /* A weight matrix, as engine/codec.h's Matrix. */
@@ -136,6 +142,9 @@ typedef struct PycassCuda {
   int (*swiglu)(float *gate, const float *up, uint32_t ld, uint32_t m, uint32_t n, CudaStream s);
   /* out [m]: the first of the largest of n logits */
   int (*argmax)(int *out, const float *logits, uint32_t ld, uint32_t m, uint32_t n, CudaStream s);
+
+  /* Number `device` of the GPUs, of which all else uses the first; an error past the last one or without a driver. */
+  int (*describe)(int device, CudaDevice *out);
 } PycassCuda;
 
 const PycassCuda *pycass_cuda(void);

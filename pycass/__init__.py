@@ -7,7 +7,7 @@ __path__ = extend_path(__path__, __name__)
 
 from pycass.errors import PycassError
 from pycass.file import CassFile
-from pycass.model import Completion, Delta, Model, kernels
+from pycass.model import Completion, Delta, Model, devices, kernels
 
 __version__ = "0.1.0"
-__all__ = ["CassFile", "Completion", "Delta", "Model", "PycassError", "__version__", "kernels"]
+__all__ = ["CassFile", "Completion", "Delta", "Model", "PycassError", "__version__", "devices", "kernels"]

@@ -85,16 +85,24 @@ def load_model(name, o, console):
         mmap=o["mmap"],
         mlock=o["mlock"],
         kv=options.kv_of(o),
+        device=o["device"],
         **({"rope_scaling": scaling} if scaling else {}),
         **({"settings": o["settings"]} if o["settings"] else {}),
     )
     if o.get("no_warmup"):
         console.note("--no-warmup has no effect: there is no warm-up")
+    if model.device_note:
+        console.note(f"on the CPU: {model.device_note}")
     trained = model.config.n_ctx_train
     if model.n_ctx > trained and not scaling:
         console.note(f"the context of {model.n_ctx} tokens is longer than the model was made for ({trained})")
-    console.detail(f"{path}: kernel {model.kernel}, {model.threads} threads, context {model.n_ctx}")
+    console.detail(f"{path}: {where(model)}, context {model.n_ctx}")
     return model
+
+
+def where(model):
+    """What computes."""
+    return f"kernel {model.kernel}, {model.threads} threads" if model.device == "cpu" else f"device {model.device}"
 
 
 def resolve(name, console):

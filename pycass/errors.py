@@ -39,6 +39,10 @@ class KernelUnavailable(PycassError):
     """The kernel set asked for does not exist or cannot run on this machine."""
 
 
+class DeviceUnavailable(PycassError):
+    """There is no library or driver for the GPU, or it failed."""
+
+
 class ConversionError(PycassError):
     """The checkpoint cannot be converted."""
 
@@ -65,6 +69,7 @@ _BY_STATUS = {
     lib.PYCASS_ERR_CONTEXT_FULL: ContextFull,
     lib.PYCASS_ERR_STATE_MISMATCH: StateMismatch,
     lib.PYCASS_ERR_KERNEL: KernelUnavailable,
+    lib.PYCASS_ERR_DEVICE: DeviceUnavailable,
 }
 
 

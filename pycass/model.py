@@ -95,6 +95,27 @@ def kernels() -> list[tuple[str, bool]]:
     return found
 
 
+@dataclass(frozen=True)
+class Device:
+    """A GPU: its name, compute capability (8, 9), and bytes of memory."""
+
+    name: str
+    capability: tuple[int, int]
+    free_bytes: int
+    total_bytes: int
+
+
+def devices() -> list[Device]:
+    """The GPUs; device="cuda" takes the first. `DeviceUnavailable` says why there is none."""
+    found, out = [], ffi.new("pycass_device *")
+    while (status := lib.pycass_device_info(len(found), out)) == lib.PYCASS_OK:
+        name = ffi.string(out.name).decode("utf-8", "replace")
+        found.append(Device(name, (out.major, out.minor), out.free_bytes, out.total_bytes))
+    if not found:
+        check(status)
+    return found
+
+
 def _read_text(path):
     """The tokenizer of a file, and its JSON section."""
     with CassFile(path) as file:
@@ -115,6 +136,9 @@ class Model:
         self.n_ctx: int = lib.pycass_session_n_ctx(session)
         self.threads: int = lib.pycass_session_n_threads(session)
         self.kernel: str = ffi.string(lib.pycass_model_kernel(model)).decode()
+        note = ffi.new("char const **")
+        self.device: str = ffi.string(lib.pycass_model_device(model, note)).decode()
+        self.device_note: str = ffi.string(note[0]).decode("utf-8", "replace")
         self.draft_max: int = DRAFT_MAX  # what generate() takes if it is not told
         self._lock = threading.RLock()
         self._generation = 0  # number of the latest call that uses the session
@@ -133,6 +157,7 @@ class Model:
         rope_scaling: dict | None = None,
         draft_full: Sequence[str] = (),
         kv: str = "auto",
+        device: str = "cpu",
         settings: "Settings | dict | str | os.PathLike | None" = None,
     ) -> "Model":
         """Loads a `.cass` file; `pycass.pull.resolve` gives one for a name, a GGUF file or a Hugging Face folder.
@@ -144,6 +169,8 @@ class Model:
         rope_scaling: replaces the file's, in transformers' terms: {"rope_type": "yarn", "factor": 4.0, ...}.
         kv: how older keys and values are kept: "raw" (BF16), "nest" (lossless), "cass1" (lossless, slow), "cass2"
         (near-lossless, slow); "auto": raw, or nest if n_ctx tokens would take more than half of the memory available.
+        device: "cpu"; "cuda": the first GPU; "auto": that, if it can run the model, else the CPU, and `device_note` says why.
+        On a GPU keys and values are raw.
         draft_full: names of tensors that the draft reads as the target does, * and ? standing for others (fnmatch).
         settings: what `pycass tune` chose (a file, or pycass.settings.Settings): its draft_full is added, and its draft_max
         is what generate() takes if it is not told. The file must be of its codec.
@@ -162,6 +189,8 @@ class Model:
             options.kernel = keep[-1]
         options.loading = lib.PYCASS_LOAD_AUTO if mmap is None else lib.PYCASS_LOAD_MAP if mmap else lib.PYCASS_LOAD_READ
         options.mlock = mlock
+        keep.append(ffi.new("char[]", device.encode()))
+        options.device = keep[-1]
         if rope_scaling:
             keep.append(_set_rope(options, path, rope_scaling))
         if draft_full:

@@ -70,8 +70,19 @@ def stack(*options):
 
 def _cpu_only(ctx, param, value):
     if value:
-        raise click.BadParameter("this build computes on the CPU only: 0 is the only value so far")
+        raise click.BadParameter("0 is the only value so far: --device cuda takes all layers to the GPU")
     return value
+
+
+def _list_devices(ctx, param, value):
+    if not value or ctx.resilient_parsing:
+        return
+    from .model import devices
+
+    for d in devices():
+        capability, free, total = ".".join(map(str, d.capability)), d.free_bytes / 2**30, d.total_bytes / 2**30
+        click.echo(f"{d.name}, compute capability {capability}, {free:.1f} of {total:.1f} GiB free")
+    ctx.exit()
 
 
 _KV_OPTIONS = ("kv", "cache_type_k", "cache_type_v")
@@ -134,7 +145,11 @@ model = stack(
     option("--rope-freq-base", type=Finite(1), default=None, metavar="X",
            help="The base (theta) for --rope-scaling, if the file does not tell it."),
     option("-ngl", "--n-gpu-layers", "--gpu-layers", type=int, default=0, callback=_cpu_only, metavar="N",
-           help="Only 0: this version computes on the CPU."),
+           help="Only 0: --device takes a model as a whole."),
+    option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="cpu", show_default=True,
+           help="What computes: the CPU; the first GPU; that if it can, else the CPU."),
+    option("--list-devices", is_flag=True, is_eager=True, expose_value=False, callback=_list_devices, envvar=None,
+           help="Print the GPUs, and end."),
     option("--kv", default=None, callback=_kv, metavar="TYPE",
            help="How older keys and values are kept: raw (BF16), nest (lossless, smaller), cass1 (lossless, slow), cass2 "
                 "(near-lossless, slow), auto (raw, or nest where a full context would take half of the memory). Default: auto."),

@@ -157,16 +157,34 @@ inline uint32_t __float_as_uint(float f) {
   return v;
 }
 
-/* The runtime, on the heap: buffers of exactly the size asked for. */
+/* The runtime, on the heap: buffers of exactly the size asked for. SIMT_ROOM=N: none of more bytes. */
 inline cudaError_t simt_alloc(void **p, size_t size) {
-  return posix_memalign(p, 256, size) ? cudaErrorMemoryAllocation : cudaSuccess;
+  const char *room = getenv("SIMT_ROOM");
+  return (room && size > strtoul(room, nullptr, 10)) || posix_memalign(p, 256, size) ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 #define cudaMalloc(p, size) simt_alloc(p, size)
 #define cudaFree(p) (std::free(p), cudaSuccess)
 #define cudaMemcpyAsync(to, from, size, kind, stream) ((void)(stream), std::memcpy(to, from, size), cudaSuccess)
 #define cudaMemsetAsync(to, value, size, stream) ((void)(stream), std::memset(to, value, size), cudaSuccess)
 #define cudaStreamSynchronize(stream) ((void)(stream), cudaSuccess)
-#define cudaGetLastError() cudaSuccess
-#define cudaGetErrorString(error) ((error) == cudaSuccess ? "no error" : "error")
+#define cudaGetErrorString(error) ((error) == cudaSuccess ? "no error" : "an error of the shim")
+/* SIMT_FAIL=N: launches fail from the N-th on. */
+inline cudaError_t simt_last_error() {
+  static long launches;
+  const char *fail = getenv("SIMT_FAIL");
+  launches = fail ? launches + 1 : 0;
+  return fail && launches >= atol(fail) ? cudaErrorLaunchFailure : cudaSuccess;
+}
+#define cudaGetLastError() simt_last_error()
+/* One GPU. */
+inline cudaError_t simt_properties(cudaDeviceProp *p, int device) {
+  std::memset(p, 0, sizeof *p);
+  std::strcpy(p->name, "SIMT shim");
+  return device ? cudaErrorInvalidDevice : cudaSuccess;
+}
+#define cudaGetDeviceProperties(p, device) simt_properties(p, device)
+#define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
+#define cudaSetDevice(device) ((void)(device), cudaSuccess)
+#define cudaMemGetInfo(available, total) (*(available) = *(total) = (size_t)1 << 30, cudaSuccess)
 
 #endif
