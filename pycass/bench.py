@@ -47,6 +47,7 @@ class Plan:
     seed: int = 1
     batch_size: int = 0
     kernel: str | None = None
+    device: str = "cpu"
     ngram: bool = True
     mmap: bool = False  # read before anything is measured
     settings: Settings | None = None
@@ -98,13 +99,14 @@ def run(path, name, plan, output, out, console):
     n_ctx = max([*plan.prompts, *(n + ROOM for n in plan.gens)]) + 1
     try:
         for threads in plan.threads:
-            options = {"batch_size": plan.batch_size, "kernel": plan.kernel, "mmap": plan.mmap, "settings": plan.settings}
+            options = {"batch_size": plan.batch_size, "kernel": plan.kernel, "mmap": plan.mmap, "settings": plan.settings,
+                       "device": plan.device}  # fmt: skip
             with (
                 Model.load(path, n_ctx=n_ctx, threads=threads, **options) as model,
                 machine.Tegrastats(console.detail) as tegrastats,
             ):
                 console.status("reading memory")
-                shared = about | {"kernel": model.kernel, "n_threads": model.threads}
+                shared = about | {"kernel": model.kernel if model.device == "cpu" else model.device, "n_threads": model.threads}
                 shared["read_gbps"] = round(read_gbps(model.threads), 2)
                 tegrastats.take()
                 for row in _measure(model, plan, specs, owed, console):

@@ -437,6 +437,7 @@ def _numbers(part):
 @option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL.")
 @option("-b", "--batch-size", type=click.IntRange(0, 4096), default=0, metavar="N", help="Prompt tokens per pass.")
 @option("--kernel", default=None, metavar="NAME", help="Force a kernel set.")
+@options.device
 @option("--mmap/--no-mmap", default=False, show_default=True, help="Map the file, or read it into huge pages first.")
 @option("-ngl", "--n-gpu-layers", type=int, default=0, callback=options._cpu_only, metavar="N", help="Only 0.")
 @options.log
@@ -460,6 +461,7 @@ def bench(model, **o):
         seed=options.seed_of(o),
         batch_size=o["batch_size"],
         kernel=o["kernel"],
+        device=o["device"],
         ngram=o["ngram"],
         mmap=o["mmap"],
     )

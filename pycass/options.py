@@ -123,6 +123,9 @@ def _bias(ctx, param, values):
 settings = option("--settings", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE",
                   help="Draft as `pycass tune` found best: its settings file.")  # fmt: skip
 
+device = option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="cpu", show_default=True,
+                help="What computes: the CPU; the first GPU; that if it can, else the CPU.")  # fmt: skip
+
 model = stack(
     option("-m", "--model", "model_opt", metavar="MODEL", help="The same as MODEL."),
     option("-c", "--ctx-size", type=click.IntRange(0, 1 << 24), default=None, metavar="N",
@@ -146,8 +149,7 @@ model = stack(
            help="The base (theta) for --rope-scaling, if the file does not tell it."),
     option("-ngl", "--n-gpu-layers", "--gpu-layers", type=int, default=0, callback=_cpu_only, metavar="N",
            help="Only 0: --device takes a model as a whole."),
-    option("--device", type=click.Choice(["cpu", "cuda", "auto"]), default="cpu", show_default=True,
-           help="What computes: the CPU; the first GPU; that if it can, else the CPU."),
+    device,
     option("--list-devices", is_flag=True, is_eager=True, expose_value=False, callback=_list_devices, envvar=None,
            help="Print the GPUs, and end."),
     option("--kv", default=None, callback=_kv, metavar="TYPE",

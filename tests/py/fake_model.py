@@ -66,7 +66,7 @@ class FakeModel:
     def __init__(self, *replies, blob=None, n_ctx=2048):
         self.tokenizer = pt.Tokenizer(blob or byte_level())
         self.replies, self.n_ctx = list(replies), n_ctx
-        self.kernel, self.threads = "fake", 1
+        self.kernel, self.device, self.threads = "fake", "cpu", 1
         self.prompts, self.options = [], []
 
     def stream(self, ids, **options):

@@ -173,7 +173,7 @@ def test_thinking_apart(pycass):
         (["run", "a", "-m", "b", "-p", "x"], "two models"),
         (["run", "m", "-p", "x", "-f", __file__], "exclude"),
         (["run", "m", "-p", "x", "--bogus"], "--bogus"),
-        (["run", "m", "-p", "x", "-ngl", "99"], "CPU only"),
+        (["run", "m", "-p", "x", "-ngl", "99"], "--device cuda"),
         (["run", "m", "-p", "x", "-ctk", "q8_0"], "bf16"),
         (["run", "m", "-p", "x", "-ctk", "nest", "-ctv", "raw"], "kept alike"),
         (["run", "m", "-p", "x", "--kv", "q4"], "bf16"),

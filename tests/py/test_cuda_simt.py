@@ -11,11 +11,11 @@ import numpy as np
 import nvrtc
 import pytest
 import tiny_models as tiny
-from checkpoints import config, convert, weights, write_hf
+from checkpoints import config, convert, shapes, weights, write_hf
 from running import seen
 from test_c import ROOT, absent, run, tool
 
-from pycass import Model, devices
+from pycass import CassFile, Model, devices
 from pycass._pycass import ffi, lib
 from pycass.errors import DeviceUnavailable, Unsupported
 
@@ -150,10 +150,10 @@ def test_without_a_driver(cuda_library, tiny_cass, tiny_model, monkeypatch):
 # ---- the engine on the shim --------------------------------------------------------------------------
 
 # Logits against those of the scalar kernels, in short pieces, since what is turned stays there. Sums have another order, so it is
-# as with the reference of tests/py/test_model_golden.py: most tokens differ by float32's rounding (1e-6 at the median; at least 88 %
-# of a model's in the target and 67 % of 15 in the draft are below 1e-4), but where a value falls on the other side of a BF16
-# boundary (or of an int8 one, in the draft), an activation is off by 2^-8 of itself: 0.034 was seen in the target and 0.16 in the
-# draft. Logits have a standard deviation of 2 to 3.
+# as with the reference of tests/py/test_model_golden.py: most tokens differ by float32's rounding (1e-6 at the median; of a
+# model's, at least 88 % in the target and 67 % of 15 in the draft are below 1e-4), but where a value falls on the other side of a
+# BF16 boundary (or of an int8 one, in the draft), an activation is off by 2^-8 of itself: 0.034 was seen in the target and 0.16 in
+# the draft. Logits have a standard deviation of 2 to 3.
 SAME_ROUNDING, TURNED, MOSTLY = 1e-4, 0.3, 0.6
 SOME = ("llama_untied", "qwen2", "qwen3")  # models, where the shim takes too long for all of them
 OPTIONS = {"ignore_eos": True, "logprobs": True, "temperature": 0.9, "seed": 21}
@@ -189,6 +189,27 @@ def test_logits_are_nearly_those_of_the_cpu(name, codec, gpu, tiny_model):
     for function, end in ((Model.logits, 40), (Model.draft_logits, 15)):
         pieces = [(function(here, ids[i : i + 5]), function(there, ids[i : i + 5])) for i in range(0, end, 5)]
         assert close(*map(np.concatenate, zip(*pieces)))
+
+
+@pytest.fixture
+def first_layers(smollm2_cass, tmp_path):
+    """SmolLM2-135M's first two layers, with 2,048 rows of its vocabulary."""
+    with CassFile(smollm2_cass) as f:
+        c = f.config
+        part = config(vocab_size=2048, hidden_size=c.n_embd, intermediate_size=c.n_ff, num_attention_heads=c.n_head,
+                      num_key_value_heads=c.n_head_kv, rope_theta=100000.0, tie_word_embeddings=True)  # fmt: skip
+        write_hf(tmp_path / "hf", part, {name: f.bf16(name)[: shape[0]] for name, shape in shapes(part).items()})
+    convert(tmp_path / "hf", tmp_path / "first.cass")
+    return tmp_path / "first.cass"
+
+
+def test_the_first_layers_of_smollm2(shim, first_layers):
+    options, ids = {"n_ctx": 64, "threads": 1}, [1, 300, 17, 1999, 5]
+    with Model.load(first_layers, kernel="scalar", **options) as here, Model.load(first_layers, device="cuda", **options) as there:
+        expected, logits = here.logits(ids), there.logits(ids)
+        assert close(expected, logits)  # 2e-5 seen, of a standard deviation of 10
+        assert close(here.draft_logits(ids), there.draft_logits(ids)) and not close(logits, here.draft_logits(ids))
+        assert np.array_equal(logits_by(there, ids, 1), logits.view(np.uint32))
 
 
 def test_the_draft_of_some_tensors_read_in_full(gpu, tiny_model):
