@@ -267,7 +267,7 @@ typedef struct Session {
   uint32_t attend_tokens;
   CudaActs acts;
   int *ids;                 /* [n_batch] */
-  uint32_t *pos;            /* [n_batch] their positions */
+  uint32_t *pos, *host_pos; /* [n_batch] their positions, there and here */
   uint16_t *k_cache, *v_cache;
 } Session;
 
@@ -319,6 +319,9 @@ static pycass_status cuda_start(State *t, KvCache *kv, const pycass_model *m, ui
   if (!s)
     return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for a session");
   s->device.cuda = ((const Weights *)m->weights)->device.cuda;
+  s->host_pos = calloc(n_batch, sizeof *s->host_pos);
+  if (!s->host_pos)
+    return cass_fail(PYCASS_ERR_OUT_OF_MEMORY, "no memory for batches of %u tokens", n_batch);
   make_state(s, t, &m->config);
   make_cache(s, kv, &m->config, n_batch);
   DO(&s->device, wait(NULL));
@@ -327,8 +330,10 @@ static pycass_status cuda_start(State *t, KvCache *kv, const pycass_model *m, ui
 
 static void cuda_end(State *t, KvCache *kv) {
   Session *s = kv->device;
-  if (s)
+  if (s) {
     device_free(&s->device);
+    free(s->host_pos);
+  }
   free(s);
   kv->device = NULL;
   state_free(t);
@@ -368,14 +373,11 @@ static void embed(Session *s, const Pass *p, const Weights *w) {
   const pycass_config *c = &p->model->config;
   Device *d = &s->device;
   bool draft = p->draft && !p->model->embedding.draft_full;
-  uint32_t pos[64];
+  for (uint32_t i = 0; i < p->n; i++)
+    s->host_pos[i] = p->pos + i;
   DO(d, upload(s->ids, p->ids, p->n * sizeof *p->ids, NULL));
-  for (uint32_t i = 0, some; i < p->n; i += some) {
-    some = (uint32_t)min_size(p->n - i, sizeof pos / sizeof *pos);
-    for (uint32_t k = 0; k < some; k++)
-      pos[k] = p->pos + i + k;
-    DO(d, upload(s->pos + i, pos, some * sizeof *pos, NULL)); /* has been read on return, as it is not pinned */
-  }
+  DO(d, upload(s->pos, s->host_pos, p->n * sizeof *s->pos, NULL));
+  DO(d, wait(NULL)); /* both may change as soon as the pass is asked for */
   DO(d, embed(s->x, p->state->ld_embd, s->ids, p->n, &w->embedding, draft, NULL));
   DO(d, angles(s->cos_sin, w->inv_freq, c->rope_attention_factor, s->pos, p->n, c->head_dim, NULL));
 }
