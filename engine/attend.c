@@ -181,7 +181,8 @@ static void attend_together(Work w, uint32_t thread, uint32_t n_threads) {
       uint32_t c0 = i % n_column * width;
       mix(&one, c0, (uint32_t)min_size(c0 + width, c->head_dim));
     }
-    pool_barrier(w.p->pool);
+    if (w.token + TOKENS < w.p->n)
+      pool_barrier(w.p->pool); /* the next tokens' scores take the same place */
   }
 }
 
@@ -213,12 +214,10 @@ static void attend_alone(Work w, uint32_t thread, uint32_t n_threads) {
 void attend(const Pass *p, uint32_t layer, uint32_t thread, uint32_t n_threads) {
   State *s = p->state;
   Work w = {.p = p, .layer = layer, .scores = s->scores, .scratch = s->kv_rows + (size_t)thread * KV_BLOCK * s->ld_head};
-  if (!p->apart && p->pos + p->n > LITTLE) {
-    attend_together(w, thread, n_threads);
-    return;
-  }
   if (p->apart)
     attend_alone(w, thread, n_threads);
+  else if (p->pos + p->n > LITTLE)
+    attend_together(w, thread, n_threads);
   else
     attend_apart(w, thread, n_threads);
   pool_barrier(p->pool);

@@ -33,6 +33,8 @@ ALWAYS_INLINE __m256 V_ZERO_BELOW(__m256 x, float limit, __m256 v) {
 
 #include "x86_ops.h"
 
+#include "tiled.h"
+
 ALWAYS_INLINE void simd_sums(float out[SCORES], V lane[SCORES][VECTORS], float scale) {
   __m128 s[SCORES];
   for (int i = 0; i < SCORES; i++) {
@@ -78,14 +80,6 @@ ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const f
   store(sums, total);
   *sum = sums[0] + sums[1] + sums[2] + sums[3] + sums[4] + sums[5] + sums[6] + sums[7];
   *scale = top * (1.0f / 8890.0f);
-}
-
-static void simd_quantize(Acts *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
-  for (uint32_t i = 0; i < m; i++)
-    for (uint32_t g = 0; g < n_group; g++) {
-      size_t at = (size_t)i * n_group + g;
-      quantize_group(q->q + at * NEST_COLS, q->scale + at, q->sum + at, x + i * ldx + (size_t)g * NEST_COLS);
-    }
 }
 
 /* ---- nest: tiles to exact bits ----------------------------------------------------------------------- */
@@ -295,30 +289,14 @@ static __attribute__((noinline)) void set_nest_decode_tile(const Matrix *w, size
 }
 
 /* 2^(G - NEST_BIAS) by dword of the four vectors of a half line. */
-typedef float Sums[2 * NEST_ROWS];
 ALWAYS_INLINE void units(Sums unit, const TileDecoder *d) {
   for (int i = 0; i < 4; i++) {
     __m256i exponent = _mm256_and_si256(d->group[i], _mm256_set1_epi32((int)0xffff0000u));
     store(unit + 8 * i, _mm256_add_epi32(exponent, _mm256_set1_epi32(127 << 23)));
   }
 }
-ALWAYS_INLINE void no_units(Sums unit) {
-  for (int i = 0; i < 32; i++)
-    unit[i] = 1;
-}
 
-/* A tile as products take it, and what its sums are multiplied by. */
-typedef struct Tile {
-  TileWords words;
-  Sums unit;
-} Tile;
-
-static __attribute__((noinline)) void nest_product_tile(const Matrix *w, size_t t, Tile *out) {
-  if (UNLIKELY(!nest_is_relative(w, t))) {
-    no_units(out->unit);
-    set_nest_decode_tile(w, t, out->words);
-    return;
-  }
+static __attribute__((noinline)) void nest_relative_tile(const Matrix *w, size_t t, Tile *out) {
   Exponents exponents;
   TileDecoder d;
   tile_decoder_init(&d, exponents, w, t);
@@ -349,44 +327,9 @@ ALWAYS_INLINE void raw_words(const uint16_t *p, size_t stride, TileWords out) {
     }
 }
 
-/* As raw_decode_tile. Fetches the tile of the next row block, since hardware does not follow 16 rows; past the matrix
- * that does nothing. */
-static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_t t, TileWords out) {
-  size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS;
-  size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = min_size(NEST_COLS, w->cols - k0);
-  const uint16_t *p = w->raw + r0 * w->cols + k0;
-  for (size_t r = NEST_ROWS; r < 2 * NEST_ROWS; r++)
-    for (size_t k = 0; k < 2; k++)
-      _mm_prefetch((const char *)((uintptr_t)p + 2 * r * w->cols + 64 * k), _MM_HINT_T1);
-  if (rows == NEST_ROWS && cols == NEST_COLS) {
-    raw_words(p, w->cols, out);
-    return;
-  }
-  uint16_t padded[NEST_ROWS][NEST_COLS] = {{0}};
-  for (size_t r = 0; r < rows; r++)
-    memcpy(padded[r], p + r * w->cols, cols * sizeof *p);
-  raw_words(padded[0], NEST_COLS, out);
-}
-
 #include "avx2_cass.h"
 
-/* reader: at tile t, of a cass matrix. */
-static void product_tile(const Matrix *w, size_t t, CassReader *reader, Tile *out) {
-  if (w->codec == PYCASS_CODEC_NEST) {
-    nest_product_tile(w, t, out);
-    return;
-  }
-  no_units(out->unit);
-  if (matrix_is_cass(w))
-    set_cass_next_tile(reader, out->words);
-  else
-    set_raw_decode_tile(w, t, out->words);
-}
-
 /* ---- target product --------------------------------------------------------------------------------- */
-
-/* Two tokens at a time: their eight sums, their activations and a vector of weights just fit 16 registers. */
-enum { MATMUL_TOKENS = 64, MATMUL_CHUNK = 2, SPAN = 4 };
 
 ALWAYS_INLINE __m256 odd_words(__m256i v) {
   return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000u)));
@@ -497,51 +440,6 @@ ALWAYS_INLINE void tiles_chunk_n(Sums *sums, const Tile *tile, size_t n_tile, co
   }
 }
 
-/* Not inlined, like the decoders: together they spill. */
-static __attribute__((noinline)) void tiles_chunk(Sums *sums, const Tile *tile, size_t n_tile, const uint16_t *panel,
-                                                  size_t n) {
-  if (n == 1)
-    tiles_chunk_n(sums, tile, n_tile, panel, 1);
-  else
-    tiles_chunk_n(sums, tile, n_tile, panel, 2);
-}
-
-/* A row block times m <= 64 tokens: each tile is decoded once, into L1, a few groups at a time. */
-static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panels, const uint16_t *hot,
-                        uint32_t m) {
-  _Alignas(32) Sums sums[MATMUL_TOKENS];
-  memset(sums, 0, m * sizeof *sums);
-  for (uint32_t i = 0; w->n_hot && i < m; i++)
-    multiply_hot(sums[i], w, block, hot + panel_at(i, 1, 0));
-  CassReader reader;
-  if (matrix_is_cass(w))
-    cass_reader_init(&reader, w, (uint32_t)block);
-  for (size_t g = 0; g < w->n_group; g += SPAN) {
-    _Alignas(64) Tile tile[SPAN];
-    size_t n = min_size(SPAN, w->n_group - g);
-    for (size_t i = 0; i < n; i++)
-      product_tile(w, block * w->n_group + g + i, &reader, &tile[i]);
-    for (uint32_t i = 0; i < m; i += MATMUL_CHUNK)
-      tiles_chunk(sums + i, tile, n, panels + panel_at(i, w->n_group, g), min_size(MATMUL_CHUNK, m - i));
-  }
-  for (uint32_t i = 0; i < m; i++)
-    finish_sums(y + i * ldy, sums[i]);
-}
-
-static void set_matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
-                       uint32_t block1) {
-  for (uint32_t i = 0; i < m; i += MATMUL_TOKENS) {
-    uint32_t n = m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS;
-    const uint16_t *part = acts->panels + panel_at(i, w->n_group, 0), *hot = w->n_hot ? acts->hot + panel_at(i, 1, 0) : NULL;
-    for (size_t block = block0; block < block1; block++) {
-      float *out = y + i * ldy + block * NEST_ROWS;
-      bool direct = w->codec == PYCASS_CODEC_NEST && n == 1;
-      if (!direct || !nest_block(out, w, block, part, hot))
-        tiled_block(out, ldy, w, block, part, hot, n);
-    }
-  }
-}
-
 /* ---- draft product ---------------------------------------------------------------------------------- */
 
 /* Activations of a group as the nibbles want them: of each eight columns the even ones, then the odd ones. */
@@ -569,20 +467,6 @@ typedef struct DraftPart {
   const float *scale; /* [n][n_group] */
   size_t stride, g0, g1;
 } DraftPart;
-
-/* What a row block's sums begin with: the product with hot columns, and the bias. */
-static void draft_begin(float *y, size_t ldy, const Matrix *w, size_t block, const Acts *acts, size_t token, size_t n) {
-  for (size_t t = 0; t < n; t++, y += ldy) {
-    Sums sums = {0};
-    if (w->n_hot)
-      multiply_hot(sums, w, block, acts->hot + panel_at(token + t, 1, 0));
-    finish_sums(y, sums);
-    for (int i = 0; i < NEST_ROWS; i += 8) {
-      __m256 bias = w->bias ? _mm256_loadu_ps(w->bias + block * NEST_ROWS + i) : _mm256_setzero_ps();
-      _mm256_storeu_ps(y + i, _mm256_add_ps(_mm256_loadu_ps(y + i), bias));
-    }
-  }
-}
 
 /* A row block times n <= 4 tokens, on top of y. */
 ALWAYS_INLINE void draft_block_n(float *y, size_t ldy, const DraftPart *d, size_t block, const int n) {

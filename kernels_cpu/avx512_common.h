@@ -73,14 +73,6 @@ ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const f
   *scale = top * (1.0f / 8890.0f);
 }
 
-static void simd_quantize(Acts *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
-  for (uint32_t i = 0; i < m; i++)
-    for (uint32_t g = 0; g < n_group; g++) {
-      size_t at = (size_t)i * n_group + g;
-      quantize_group(q->q + at * NEST_COLS, q->scale + at, q->sum + at, x + i * ldx + (size_t)g * NEST_COLS);
-    }
-}
-
 /* A constant that the compiler does not know, so that it stays in a register or on the stack and is not made anew, from
  * a general register, at every use. */
 ALWAYS_INLINE __m512i constant(__m512i v) {

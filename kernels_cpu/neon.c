@@ -32,6 +32,8 @@ ALWAYS_INLINE V V_ZERO_BELOW(V x, float limit, V v) {
 
 #include "simd_ops.h"
 
+#include "tiled.h"
+
 ALWAYS_INLINE void simd_sums(float out[SCORES], V lane[SCORES][VECTORS], float scale) {
   V s[SCORES];
   for (int i = 0; i < SCORES; i++) {
@@ -81,14 +83,6 @@ ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const f
   }
   *sum = vaddvq_s32(total);
   *scale = top * (1.0f / 8890.0f);
-}
-
-static void simd_quantize(Acts *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
-  for (uint32_t i = 0; i < m; i++)
-    for (uint32_t g = 0; g < n_group; g++) {
-      size_t at = (size_t)i * n_group + g;
-      quantize_group(q->q + at * NEST_COLS, q->scale + at, q->sum + at, x + i * ldx + (size_t)g * NEST_COLS);
-    }
 }
 
 /* ---- nest: tiles to exact bits ----------------------------------------------------------------------- */
@@ -307,9 +301,6 @@ ALWAYS_INLINE void relative_half_line(TileDecoder *d, uint32_t pair, const uint3
   }
 }
 
-/* Of each row of the eight vectors of a half line the two sums, or what they are multiplied by. */
-typedef float Sums[2 * NEST_ROWS];
-
 /* 2^(G - NEST_BIAS) */
 ALWAYS_INLINE void units(Sums unit, const uint8_t *x) {
   uint8x16_t rows = vld1q_u8(x);
@@ -321,23 +312,8 @@ ALWAYS_INLINE void units(Sums unit, const uint8_t *x) {
     vst1q_f32(unit + 16 + 4 * i, vreinterpretq_f32_u32(vzip2q_u32(e, e)));
   }
 }
-ALWAYS_INLINE void no_units(Sums unit) {
-  for (int i = 0; i < 2 * NEST_ROWS; i++)
-    unit[i] = 1;
-}
 
-/* A tile as products take it, and what its sums are multiplied by. */
-typedef struct Tile {
-  TileWords words;
-  Sums unit;
-} Tile;
-
-static __attribute__((noinline)) void nest_product_tile(const Matrix *w, size_t t, Tile *out) {
-  if (UNLIKELY(!nest_is_relative(w, t))) {
-    no_units(out->unit);
-    set_nest_decode_tile(w, t, out->words);
-    return;
-  }
+static __attribute__((noinline)) void nest_relative_tile(const Matrix *w, size_t t, Tile *out) {
   Stream q_bytes, t_bytes;
   TileDecoder d;
   tile_decoder_init(&d, q_bytes, t_bytes, w, t);
@@ -379,40 +355,10 @@ ALWAYS_INLINE void raw_words(const uint16_t *p, size_t stride, TileWords out) {
     }
 }
 
-/* As raw_decode_tile. Fetches the tile of the next row block; past the matrix that does nothing. */
-static __attribute__((noinline)) void set_raw_decode_tile(const Matrix *w, size_t t, TileWords out) {
-  size_t r0 = t / w->n_group * NEST_ROWS, k0 = t % w->n_group * NEST_COLS;
-  size_t rows = min_size(NEST_ROWS, w->rows - r0), cols = min_size(NEST_COLS, w->cols - k0);
-  const uint16_t *p = w->raw + r0 * w->cols + k0;
-  for (size_t r = NEST_ROWS; r < 2 * NEST_ROWS; r++)
-    for (size_t k = 0; k < 2; k++)
-      __builtin_prefetch((const void *)((uintptr_t)p + 2 * r * w->cols + 64 * k), 0, 2);
-  if (rows == NEST_ROWS && cols == NEST_COLS) {
-    raw_words(p, w->cols, out);
-    return;
-  }
-  uint16_t padded[NEST_ROWS][NEST_COLS] = {{0}};
-  for (size_t r = 0; r < rows; r++)
-    memcpy(padded[r], p + r * w->cols, cols * sizeof *p);
-  raw_words(padded[0], NEST_COLS, out);
-}
-
-/* reader: at tile t, of a cass matrix, whose bit streams are read as scalar code does. */
-static void product_tile(const Matrix *w, size_t t, CassReader *reader, Tile *out) {
-  if (w->codec == PYCASS_CODEC_NEST) {
-    nest_product_tile(w, t, out);
-    return;
-  }
-  no_units(out->unit);
-  if (matrix_is_cass(w))
-    cass_next_tile(reader, out->words);
-  else
-    set_raw_decode_tile(w, t, out->words);
-}
+/* Bit streams are read as scalar code does: vectors do not pay. */
+static void set_cass_next_tile(CassReader *r, TileWords out) { cass_next_tile(r, out); }
 
 /* ---- target product --------------------------------------------------------------------------------- */
-
-enum { MATMUL_TOKENS = 64, MATMUL_CHUNK = 2, SPAN = 4 }; /* a chunk's sums take 16 registers */
 
 ALWAYS_INLINE V odd_words(uint16x8_t v) {
   return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u16(v), vdupq_n_u32(0xffff0000u)));
@@ -508,15 +454,6 @@ ALWAYS_INLINE void tiles_chunk_n(Sums *sums, const Tile *tile, size_t n_tile, co
   }
 }
 
-/* Not inlined, like the decoders: together they spill. */
-static __attribute__((noinline)) void tiles_chunk(Sums *sums, const Tile *tile, size_t n_tile, const uint16_t *panel,
-                                                  size_t n) {
-  if (n == 1)
-    tiles_chunk_n(sums, tile, n_tile, panel, 1);
-  else
-    tiles_chunk_n(sums, tile, n_tile, panel, 2);
-}
-
 /* A row block of a nest matrix times one token. False if it is damaged. */
 static bool nest_block(float *y, const Matrix *w, size_t block, const uint16_t *panel, const uint16_t *hot) {
   bool fits = true;
@@ -536,59 +473,9 @@ static bool nest_block(float *y, const Matrix *w, size_t block, const uint16_t *
   return fits;
 }
 
-/* A row block times m <= 64 tokens: each tile is decoded once, into L1, a few groups at a time. */
-static void tiled_block(float *y, size_t ldy, const Matrix *w, size_t block, const uint16_t *panels, const uint16_t *hot,
-                        uint32_t m) {
-  Sums sums[MATMUL_TOKENS];
-  memset(sums, 0, m * sizeof *sums);
-  for (uint32_t i = 0; w->n_hot && i < m; i++)
-    multiply_hot(sums[i], w, block, hot + panel_at(i, 1, 0));
-  CassReader reader;
-  if (matrix_is_cass(w))
-    cass_reader_init(&reader, w, (uint32_t)block);
-  for (size_t g = 0; g < w->n_group; g += SPAN) {
-    Tile tile[SPAN];
-    size_t n = min_size(SPAN, w->n_group - g);
-    for (size_t i = 0; i < n; i++)
-      product_tile(w, block * w->n_group + g + i, &reader, &tile[i]);
-    for (uint32_t i = 0; i < m; i += MATMUL_CHUNK)
-      tiles_chunk(sums + i, tile, n, panels + panel_at(i, w->n_group, g), min_size(MATMUL_CHUNK, m - i));
-  }
-  for (uint32_t i = 0; i < m; i++)
-    finish_sums(y + i * ldy, sums[i]);
-}
-
-static void set_matmul(float *y, size_t ldy, const Matrix *w, const Acts *acts, uint32_t m, uint32_t block0,
-                       uint32_t block1) {
-  for (uint32_t i = 0; i < m; i += MATMUL_TOKENS) {
-    uint32_t n = m - i < MATMUL_TOKENS ? m - i : MATMUL_TOKENS;
-    const uint16_t *part = acts->panels + panel_at(i, w->n_group, 0), *hot = w->n_hot ? acts->hot + panel_at(i, 1, 0) : NULL;
-    for (size_t block = block0; block < block1; block++) {
-      float *out = y + i * ldy + block * NEST_ROWS;
-      bool direct = w->codec == PYCASS_CODEC_NEST && n == 1;
-      if (!direct || !nest_block(out, w, block, part, hot))
-        tiled_block(out, ldy, w, block, part, hot, n);
-    }
-  }
-}
-
 /* ---- draft product ---------------------------------------------------------------------------------- */
 
 enum { DRAFT_CHUNK = 4 }; /* tokens whose integer sums take 16 registers */
-
-/* What a row block's sums begin with: the product with hot columns, and the bias. */
-static void draft_begin(float *y, size_t ldy, const Matrix *w, size_t block, const Acts *acts, size_t token, size_t n) {
-  for (size_t t = 0; t < n; t++, y += ldy) {
-    Sums sums = {0};
-    if (w->n_hot)
-      multiply_hot(sums, w, block, acts->hot + panel_at(token + t, 1, 0));
-    finish_sums(y, sums);
-    for (int i = 0; i < NEST_ROWS; i += 4) {
-      V bias = w->bias ? vld1q_f32(w->bias + block * NEST_ROWS + i) : vdupq_n_f32(0);
-      vst1q_f32(y + i, vaddq_f32(vld1q_f32(y + i), bias));
-    }
-  }
-}
 
 /* sum[t]: integer dot products of 16 rows of a tile with n tokens' q, [n][ld]. */
 ALWAYS_INLINE void draft_dot(int32x4_t sum[DRAFT_CHUNK][4], const uint8_t *a, const int8_t *q, size_t ld, const int n) {
@@ -800,7 +687,7 @@ static void set_scores_draft(const AttentionArgs *a, const Matrix *w, uint32_t p
 const Kernels kernels_neon = {.name = "neon",
                               .nest_decode_tile = set_nest_decode_tile,
                               .nest_columns = set_nest_columns,
-                              .cass_next_tile = cass_next_tile,
+                              .cass_next_tile = set_cass_next_tile,
                               .matmul = set_matmul,
                               .matmul_draft = set_matmul_draft,
                               .scores_draft = set_scores_draft,

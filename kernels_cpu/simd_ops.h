@@ -3,7 +3,7 @@
  *   V, V_LOAD, V_STORE, V_SET1, V_ADD, V_SUB, V_MUL, V_DIV, V_FMA (a b + c), V_MAX, V_MIN (x86's: the second operand if
  *   either is NaN), V_BF16 (V_WIDTH BF16 as floats), V_POW2 (2^n of integral floats n), V_ZERO_BELOW (x, limit, v: v,
  *   but 0 where x < limit)
- * and has a simd_round, a simd_quantize and a simd_sums of its own. */
+ * and has a simd_round, a quantize_group and a simd_sums of its own. */
 #ifndef CASS_SIMD_OPS_H
 #define CASS_SIMD_OPS_H
 
@@ -15,6 +15,17 @@ enum { SCORE_HEADS = V_WIDTH == 16 ? 4 : 1, MIX_HEADS = V_WIDTH == 16 ? 6 : 4, M
 
 /* Four times the sum of 16 lanes, as ops_sum_lanes, times scale. */
 ALWAYS_INLINE void simd_sums(float out[SCORES], V lane[SCORES][VECTORS], float scale);
+
+/* As ops_quantize_group. */
+ALWAYS_INLINE void quantize_group(int8_t *q, float *scale, int32_t *sum, const float *x);
+
+static void simd_quantize(Acts *q, const float *x, size_t ldx, uint32_t m, uint32_t n_group) {
+  for (uint32_t i = 0; i < m; i++)
+    for (uint32_t g = 0; g < n_group; g++) {
+      size_t at = (size_t)i * n_group + g;
+      quantize_group(q->q + at * NEST_COLS, q->scale + at, q->sum + at, x + i * ldx + (size_t)g * NEST_COLS);
+    }
+}
 
 ALWAYS_INLINE V simd_exp(V x) { /* ops_exp */
   V clamped = V_MAX(V_SET1(-87.0f), x), magic = V_SET1(12582912.0f);
