@@ -150,6 +150,17 @@ def test_states_do_not_depend_on_how_they_are_kept(kv, tiny_model, tmp_path):
     assert seen(c) == run(tiny_model("mistral", kv="raw"), prompt, 30)
 
 
+@pytest.mark.parametrize("kv", ("raw", *KINDS))
+def test_drafts_do_not_depend_on_batches_or_threads(kv, tiny_model):
+    """Many tokens at once, over encoded blocks, and one at a time; past the length from which all threads share a head."""
+    ids = text("qwen2", 900)
+    one = tiny_model("qwen2", kv=kv, threads=1, batch_size=1, n_ctx=1000).draft_logits(ids, 700).view(np.uint32)
+    for threads, batch in ((1, 512), (2, 5), (3, 512)):
+        model = tiny_model("qwen2", kv=kv, threads=threads, batch_size=batch, n_ctx=1000)
+        assert np.array_equal(model.draft_logits(ids, 700).view(np.uint32), one)
+        assert kv == "raw" or model.kv_stats()["encoded"] > 700
+
+
 def test_drafts_leave_the_blocks_as_they_were(tiny_model):
     """draft_logits writes into positions of encoded blocks, for a moment."""
     ids = text("qwen2_yarn", 260)
